@@ -69,7 +69,7 @@ __all__ = [
 
 
 def no_objective() -> Objective:
-    """An objective without hyperparameters, for a loss that is compared with none.
+    """Return an objective without hyperparameters, for a loss that is compared with none.
 
     Returns:
         The objective, with the name "nothing".
@@ -192,10 +192,12 @@ def resolve(
 
 # ---- the kinds of objects: each reader returns None for those of other kinds ---------
 def _read_loss(target: Target) -> Loss | None:
+    """Return a Loss as it is."""
     return target.value if isinstance(target.value, Loss) else None
 
 
 def _read_objective(target: Target) -> Loss | None:
+    """Read an Objective of the user."""
     if not isinstance(target.value, Objective):
         return None
     return _loss_of_objective(target.value, target.o, target.hp)
@@ -211,6 +213,7 @@ def _read_object_of_framework(target: Target) -> Loss | None:
 
 
 def _refuse_class(target: Target) -> Loss | None:
+    """Raise InputError for a class; return None for anything else."""
     if not isinstance(target.value, type):
         return None
     instance = f"`loss = {target.name.rpartition(':')[2]}(...)` with its settings"
@@ -224,6 +227,7 @@ CRITIC = {"value", "values", "vpred", "vpreds", "returns", "critic"}
 
 
 def _read_function(target: Target) -> Loss:
+    """Read a function, or raise InputError for what cannot be called: the last reader."""
     if not callable(target.value):
         raise InputError(no_function(target.name, target.value))
     return _read_by_parameters(target.name, target.value, target.o, target.hp)
@@ -262,7 +266,9 @@ def _get_objective(name: str) -> Objective:
 def _read_by_parameters(
     name: str, fn: Callable[..., Any], objective: Objective, hp: dict[str, Any]
 ) -> Loss:
-    """Read a function by its parameters' names, or as one that takes the whole batch."""
+    """Read a function by its parameters' names; or, where it has one parameter without a
+    default whose name tells no role, as one that takes the whole batch.
+    """
     required = [
         p
         for p in parameters(fn)
@@ -276,7 +282,9 @@ def _read_by_parameters(
     )
 
     def by_role(full: dict[str, Any], settings: dict[str, Any]) -> Any:
-        """What the loss returns when it gets each input as the argument of its role."""
+        """Return what the loss returns when it gets each input as the argument of its
+        role.
+        """
         return reading.call(fn, full, settings)
 
     reads = frozenset(reading.roles.values()) or frozenset(MAIN)
@@ -324,7 +332,7 @@ def _read_by_batch(
     reading = Reading({}, frozenset(), settings, (), accepts_kwargs)
 
     def on_rollouts(full: Mapping[str, Any], settings: dict[str, Any]) -> Any:
-        """What the loss returns when it gets everything in one argument."""
+        """Return what the loss returns when it gets everything in one argument."""
         return fn(rollouts(full), **settings)
 
     reads = frozenset({*MAIN, *ROLLOUTS})
@@ -338,7 +346,9 @@ def _read_by_batch(
 
 
 def _reads_old(objective: Objective) -> bool:
-    """Return whether the weight depends on the ratio; that of REINFORCE does not."""
+    """Return whether the objective's weight depends on the ratio, or on more than the
+    ratio and A; that of REINFORCE does not.
+    """
     if objective.reads or objective.sampler:
         return True
     return any(
@@ -393,8 +403,8 @@ def _loss_with_hyperparameters(
         renamed += _of_the_loss_alone(objective, arguments, passed)
 
     def call_with_settings(full: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
-        """What the loss returns with these hyperparameters, each given as the argument
-        that means it, and with what only the loss has.
+        """Return what the loss returns with these hyperparameters, each given as the
+        argument that means it, and with what only the loss has.
         """
         by_argument = {
             p: v for k, v in settings.items() for p in arguments.get(k, (k,))
@@ -473,9 +483,9 @@ def _without_bonus(
 def _arguments_of_each(
     reading: Reading, objective: Objective
 ) -> dict[str, tuple[str, ...]]:
-    """Return hyperparameter -> the argument of the loss that means it. Two arguments
-    that could mean one hyperparameter are left out, unless one has its name, or they
-    are the two halves of a clip that the objective has one `eps` for.
+    """Return hyperparameter -> the arguments of the loss that mean it: one, or the two
+    halves of a clip that the objective has one `eps` for. Other arguments of which two
+    could mean one hyperparameter are left out, unless one has its name.
     """
     known = set(objective.hyperparameters)
     meaning = {p: names.hyperparameter(p, known) for p in reading.settings}
@@ -497,7 +507,9 @@ def _arguments_of_each(
 
 
 def _defaults(arguments: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """Return the default of each argument."""
+    """Return the default of each argument by its name; `inspect.Parameter.empty` without
+    one.
+    """
     return {name: parameter.default for name, parameter in arguments.items()}
 
 
@@ -539,7 +551,9 @@ def _separate_settings(
 
 
 def _refuse_unbound(name: str, reading: Reading, unbound: list[str]) -> None:
-    """Raise InputError where the loss needs arguments that have no value."""
+    """Raise InputError where the loss needs arguments that have no value. It says what to
+    do about a method, a critic's input, a count of tokens, or any other argument.
+    """
     if not unbound:
         return
     if unbound[0] == "self":
@@ -593,7 +607,7 @@ def _unfed_arguments(reading: Reading, given: set[str]) -> tuple[str, ...]:
 
 def accepts(loss: Any, key: str) -> bool:
     """Return whether a loss that is compared with nothing has an argument for this
-    hyperparameter.
+    hyperparameter, or takes **kwargs. False for the name of a framework's loss.
 
     Args:
         loss: a function or its name.
@@ -638,7 +652,7 @@ def _loss_of_objective(
     known = frozenset(theirs.hyperparameters)
 
     def call_objective(full: Mapping[str, Any], settings: dict[str, Any]) -> Any:
-        """The loss of the user's objective."""
+        """Return the loss of the user's objective, a scalar."""
         return theirs.loss(rollouts(full), **settings)
 
     reads = frozenset({*MAIN, *ROLLOUTS})

@@ -98,7 +98,7 @@ class ArrayFunction:
             return answer
 
         def pull(upstream: Tensor) -> list[Tensor]:
-            """The gradients by the tensors that require one."""
+            """Return the gradients by the tensors that require one."""
             if gradients is not None:
                 return [upstream * x for x in gradients]
             with self._set_up():
@@ -142,7 +142,7 @@ class ArrayFunction:
         raise NotImplementedError
 
     def _is_array(self, x: Any) -> bool:
-        """Whether a value is an array of the library."""
+        """Return whether a value is an array of the library."""
         raise NotImplementedError
 
     def _from_numpy(self, numbers: Any, dtype: str) -> Any:
@@ -222,10 +222,10 @@ class JaxFunction(ArrayFunction):
         jax = import_module("jax")
 
         def forward(arrays: list[Any]) -> tuple[Any, Any]:
-            """What the function answers, and the gradients of a scalar."""
+            """Return what the function answers, and the gradients of a scalar."""
 
             def loss_by(*moved: Any) -> tuple[Any, Any]:
-                """The loss as a function of the needed arrays, and the answer."""
+                """Return the loss as a function of the needed arrays, and the answer."""
                 answer = _filled(self.fn, arguments, _with(arrays, needed, moved))
                 return _loss_in(answer), answer
 
@@ -248,10 +248,10 @@ class JaxFunction(ArrayFunction):
         vjp = import_module("jax").vjp
 
         def backward(arrays: list[Any], upstream: Any) -> Any:
-            """The gradients by the needed arrays."""
+            """Return the gradients by the needed arrays."""
 
             def loss_by(*moved: Any) -> Any:
-                """The loss as a function of the needed arrays."""
+                """Return the loss as a function of the needed arrays."""
                 return _loss_in(
                     _filled(self.fn, arguments, _with(arrays, needed, moved))
                 )
@@ -263,7 +263,15 @@ class JaxFunction(ArrayFunction):
         )
 
     def _run(self, key: Any, function: Callable[..., Any], *arrays: Any) -> Any:
-        """Run a function of arrays, compiled if it can be."""
+        """Run a function of arrays, compiled if it can be. The first failure of a compiled
+        one that runs as it is ends the compilation for this JaxFunction.
+
+        Args:
+            key: under which the compiled function is kept; two calls with one key have the
+                same arguments beside their arrays.
+            function: the function.
+            *arrays: its arguments.
+        """
         if not self.is_compiled:
             return function(*arrays)
         try:
@@ -319,7 +327,7 @@ class MlxFunction(ArrayFunction):
         """Return the gradients by the needed arrays of the value times `upstream`."""
 
         def loss_by(*moved: Any) -> Any:
-            """The loss as a function of the needed arrays."""
+            """Return the loss as a function of the needed arrays."""
             return _loss_in(_filled(self.fn, arguments, _with(arrays, needed, moved)))
 
         mx = import_module("mlx.core")
@@ -472,7 +480,9 @@ def _imported(module: str, install: str) -> Any:
 
 
 def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Change every value within dicts, tuples and lists."""
+    """Return dicts, tuples and lists of the same structure, with every value within them
+    changed.
+    """
     if isinstance(tree, dict):
         return {key: _mapped(x, change) for key, x in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -486,7 +496,7 @@ def _filled(fn: Callable[..., Any], arguments: Any, arrays: list[Any]) -> Any:
     """Call a function with the arrays in place of the Slots."""
 
     def fill(x: Any) -> Any:
-        """The array of a Slot; any other value as it is."""
+        """Return the array of a Slot, and any other value as it is."""
         return arrays[x.index] if isinstance(x, Slot) else x
 
     args, kwargs = _mapped(arguments, fill)

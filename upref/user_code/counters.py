@@ -57,7 +57,8 @@ class Place:
 
 
 def counters(function: Callable[..., Any], call: Callable[[], Any]) -> list[Place]:
-    """Find the numbers that grow by the same amount in each of three calls.
+    """Find the numbers that grow by the same amount, above 0, in each of three calls. The
+    function is called three times.
 
     Args:
         function: whose closures, globals, attributes and objects are searched.
@@ -102,12 +103,15 @@ def _numbers_kept(function: Callable[..., Any]) -> Iterator[Place]:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value may be a counter."""
+    """Return whether a value may be a counter: a number that is no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _parts(value: Any) -> Iterator[tuple[Place | None, Any]]:
-    """Yield what a value keeps, and the place of each; None where it cannot be changed."""
+    """Yield the place and the value of each thing that a value keeps. The place is None
+    where it cannot be changed. Nothing is yielded for other kinds of values, such as
+    objects of a library.
+    """
     if isinstance(value, types.FunctionType):
         yield from _parts_of_function(value)
     elif isinstance(value, types.MethodType):

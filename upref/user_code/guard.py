@@ -38,7 +38,8 @@ from upref.user_code.arrays import advice_on_error
 
 
 def one_line(error: BaseException) -> str:
-    """The words of an exception, on one line: those that fit into 200 characters.
+    """Return the words of an exception, on one line: those that fit into 200 characters.
+    In place of a message that is empty or cannot be read, a remark says so.
 
     Args:
         error: the exception.
@@ -75,24 +76,29 @@ def _environment() -> dict[str, str]:
 
 
 def _set_environment(before: dict[str, str]) -> None:
+    """Replace all environment variables by these."""
     os.environ.clear()
     os.environ.update(before)
 
 
 def _set_autocast(on: bool, dtype: torch.dtype) -> None:
+    """Set whether torch casts on the CPU by itself, and to which dtype."""
     torch.set_autocast_enabled("cpu", on)
     torch.set_autocast_dtype("cpu", dtype)
 
 
 def _set_logging(level: int, handlers: list[logging.Handler], disabled: int) -> None:
+    """Set the level and the handlers of the root logger, and the level up to which all
+    loggers are disabled.
+    """
     logging.root.setLevel(level)
     logging.root.handlers = handlers
     logging.disable(disabled)
 
 
 def _precision() -> tuple[str, ...]:
-    """The precision of products by its one name, or by its newer names, where a program
-    set one of those: torch then refuses the one name.
+    """Return the precision of products: one value by its one name; or two by its newer
+    names, where a program set one of those, as torch then refuses the one name.
     """
     try:
         return (torch.get_float32_matmul_precision(),)
@@ -101,12 +107,15 @@ def _precision() -> tuple[str, ...]:
 
 
 def _precision_backends() -> tuple[Any, ...]:
-    """What has the newer names, which torch does not type."""
+    """Return what has the newer names, which torch does not type: of CUDA and of the
+    CPU.
+    """
     backends: Any = torch.backends
     return backends.cuda.matmul, backends.mkldnn.matmul
 
 
 def _set_precision(value: tuple[str, ...]) -> None:
+    """Set the precision to what `_precision` returned."""
     if len(value) == 1:
         torch.set_float32_matmul_precision(value[0])
         return
@@ -190,7 +199,9 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def _with_state_restored(state: State) -> Iterator[None]:
-    """Restore this state at the end, and note what was changed."""
+    """Restore this state at the end, and add the names of what was changed to those of the
+    check under way, if there is one.
+    """
     before = {name: read() for name, (read, _) in state.items()}
     _open_states.append(before)
     try:
@@ -229,7 +240,9 @@ def _restore_changed(state: State, before: list[Any], after: list[Any]) -> None:
 
 
 def _equal(x: Any, y: Any) -> bool:
-    """Return whether two values of a state are the same, arrays and tensors among them."""
+    """Return whether two values of a state are the same. They may be arrays or tensors, or
+    tuples with them.
+    """
     if isinstance(x, torch.Tensor):
         return torch.equal(x, y)
     if isinstance(x, np.ndarray):
@@ -397,6 +410,7 @@ def _no_exit() -> Iterator[None]:
     plain_exit, process = os._exit, os.getpid()
 
     def raise_ended(status: int = 0) -> None:
+        """Raise Ended in place of os._exit; end the process if it is a fork."""
         if os.getpid() != process:  # a fork's end is its own
             plain_exit(status)
         raise Ended(f"os._exit({status})")
@@ -439,7 +453,12 @@ def call_guarded(
         passed: the arguments of the call, which a message about an exception shows.
 
     Returns:
-        Its answer, and whether it printed.
+        Its answer, and whether it printed to standard output, which is not shown.
+
+    Raises:
+        InputError: the code raises an exception, or ran more lines (TooManyLines); outside
+            of a check also what is Gone within one.
+        Gone: within a check, the code ends the program, or memory or the GPU is lost.
     """
     output = _SwallowedOutput(None)
     process = os.getpid()
@@ -559,6 +578,7 @@ class _SwallowedOutput(io.StringIO):
         self.wrote = False
 
     def write(self, text: str) -> int:
+        """Drop the text, and note that there was one; pass it on from another thread."""
         if threading.get_ident() != self.thread and self.stream is not None:
             return self.stream.write(text)
         self.wrote = self.wrote or bool(text)

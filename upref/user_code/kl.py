@@ -86,10 +86,14 @@ class Term(UserFunction):
 
 
 def read(fn: Any) -> Term:
-    """A Term from a callable or its name; InputError where it takes other things.
+    """Make a Term from a callable or its name, with the dtype and the tolerance at which
+    it runs.
 
     Args:
         fn: a function of (log_prob, ref_log_prob), or its name.
+
+    Raises:
+        InputError: it takes other things, or runs in no dtype.
     """
     name, fn = load_function(fn, "a KL estimator")
     reading = read_signature(fn, name, _role_of_argument, ("logp", "logp_ref"))

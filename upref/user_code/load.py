@@ -198,6 +198,15 @@ class _NeighborFinder:
     def find_spec(
         cls, name: Any, path: Any = None, target: Any = None, folders: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of a top-level module of the folders; None for a module of a
+        package or of the standard library, and where they have none of this name.
+
+        Args:
+            name: of the module.
+            path: of its package; None for a top-level module.
+            target: not read; importlib passes it.
+            folders: where to look; None: in the folders that `of` was given.
+        """
         if path is not None or name in sys.stdlib_module_names:
             return None
         return importlib.machinery.PathFinder.find_spec(name, folders or cls.folders)

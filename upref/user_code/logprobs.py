@@ -86,7 +86,7 @@ class Problem:
         """
 
         def cast(value: Any) -> Any:
-            """A real tensor in the dtype; everything else as it is."""
+            """Return a real tensor in the dtype, and everything else as it is."""
             real = isinstance(value, Tensor) and value.is_floating_point()
             return value.to(dtype) if real else value
 
@@ -205,7 +205,9 @@ class Kernel(UserFunction):
             values = [outputs[name] for name in upstream]
 
             def go_back() -> dict[str, Tensor]:
-                """The gradients, by a backward pass that may be run again."""
+                """Return the gradients by leaf, by a backward pass that may be run again if
+                `twice` is set.
+                """
                 return _backward(values, list(upstream.values()), differentiated, twice)
 
             try:
@@ -259,7 +261,11 @@ class Kernel(UserFunction):
         return "" if is_same else "different numbers"
 
     def _outputs(self, answer: Any, shape: torch.Size) -> dict[str, Tensor]:
-        """Return the tensors of an answer by name, checked for shape and type."""
+        """Return the tensors of an answer by name: "log-prob", and "entropy" if there is one.
+
+        Raises:
+            InputError: one of them is no tensor of real numbers in this shape.
+        """
         if isinstance(answer, Mapping):
             answer = (_entry(answer, "logp", "log_p"), _entry(answer, "entrop"))
         values = list(answer) if isinstance(answer, tuple | list) else [answer]
@@ -426,7 +432,7 @@ def _kind_of_inputs(
 
 
 def _entry_named(name: str, table: Mapping[str, set[str]]) -> str:
-    """The key of the first entry that shares a word with the name, or ""."""
+    """Return the key of the first entry that shares a word with the name, or ""."""
     return next((k for k, told in table.items() if told & set(names.words(name))), "")
 
 
@@ -438,7 +444,9 @@ def _may_be_tensor(parameter: inspect.Parameter) -> bool:
 
 
 def _role(name: str) -> str:
-    """The role of an argument with this name, or ""."""
+    """Return the role of an argument with this name, or ""; "" too for a setting, a mask,
+    a size of chunks, or an id that is ignored.
+    """
     odd = _entry_named(name, SETTINGS) or any(
         w.startswith(("mask", "chunk", "ignore")) for w in names.words(name)
     )
@@ -446,7 +454,8 @@ def _role(name: str) -> str:
 
 
 def probe(kernel: Kernel) -> Problem:
-    """Values that float32 does not hold exactly.
+    """Make the problem on which the dtype and the shape of tokens are tried: six tokens of
+    seven ids, with numbers that float32 does not hold exactly.
 
     Args:
         kernel: whose kind of inputs is made.
@@ -493,7 +502,7 @@ def _find_dtype_and_shape(kernel: Kernel) -> Kernel:
 
 
 def gpu_allocations() -> int:
-    """How often this process has asked for memory of a GPU."""
+    """Return how often this process has asked for memory of a GPU; 0 before it uses one."""
     if not torch.cuda.is_initialized():
         return 0
     devices = range(torch.cuda.device_count())

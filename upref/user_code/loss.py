@@ -67,7 +67,7 @@ def _unchanged(batch: Rollouts) -> Rollouts:
     return batch
 
 
-def _once(batch: Rollouts) -> Tensor:
+def _ones(batch: Rollouts) -> Tensor:
     """Return factors of 1, [B, 1]."""
     return torch.ones(len(batch.mask), 1, dtype=batch.logp.dtype)
 
@@ -87,7 +87,7 @@ class OtherInputs(NamedTuple):
     call: Callable[[dict[str, Any], dict[str, Any]], Any]
     advice: str
     prepare: Callable[[Rollouts], Rollouts] = _unchanged
-    factor: Callable[[Rollouts], Tensor] = _once
+    factor: Callable[[Rollouts], Tensor] = _ones
 
 
 @dataclass(frozen=True)
@@ -153,14 +153,16 @@ class Loss:
     shipped: Any = field(default=None, repr=False)
 
     def exchanged(self) -> "Loss":
-        """The same function with its two policies in the other order.
+        """Return the same function with its two policies in the other order.
 
         Returns:
-            Another Loss.
+            Another Loss, with an empty log.
         """
 
         def call(full: dict[str, Any], settings: dict[str, Any]) -> Any:
-            """What it returns with the old log-probabilities for the new ones."""
+            """Return what the function returns with the old log-probabilities for the new
+            ones, and the other way round.
+            """
             exchanged = {"logp": full["logp_old"], "logp_old": full["logp"]}
             return self.call(full | exchanged, settings)
 
@@ -206,7 +208,8 @@ class Loss:
         return self.framework == "trl" or "parts" in self.reads
 
     def visible_batch(self, batch: Rollouts) -> Rollouts:
-        """Return the batch without groups, if the loss does not take them.
+        """Return the batch without groups, if the loss does not take them; else the batch
+        itself. Without groups, a batch that has no totals gets those of its mask.
 
         Args:
             batch: the batch.
@@ -359,7 +362,7 @@ class Loss:
             return nothing
 
         def backward() -> tuple[Tensor | None, ...]:
-            """The gradients of the value by its leaves."""
+            """Return the gradients of the value by its leaves."""
             return torch.autograd.grad(value, leaves, allow_unused=True)
 
         try:
@@ -478,6 +481,13 @@ class Loss:
         Args:
             method: the name of the method.
             *inputs: its arguments.
+
+        Returns:
+            What the method returns.
+
+        Raises:
+            InputError: the method raises it, twice on these inputs.
+            Gone: within a check, the method raises InputError only the first time.
         """
         before = len(self.log)
         try:
@@ -535,7 +545,7 @@ class Loss:
             return outcome, torch.zeros_like(logp)
 
         def backward() -> tuple[Tensor | None, ...]:
-            """The gradient of the loss by the log-probabilities."""
+            """Return the gradient of the loss by the log-probabilities, in a tuple."""
             return torch.autograd.grad(outcome.value, logp, allow_unused=True)
 
         (gradient,), printed = call_guarded(
@@ -563,7 +573,9 @@ class Loss:
         originals = self.given(batch)
 
         def make_inputs() -> dict[str, Any]:
-            """Copies of the inputs, of which two need a gradient."""
+            """Return copies of the inputs, of which log_prob and the one of this role need
+            a gradient.
+            """
             full = _copies(originals)
             full["logp"].requires_grad_()
             full[role].requires_grad_()
@@ -630,8 +642,9 @@ class Loss:
         return outcome.value, gradient
 
     def differences(self, batch: Rollouts, steps: list[Tensor]) -> list[float]:
-        """Return central differences of the value along each step. Every sg(x) keeps the
-        value that it has at the batch.
+        """Return half the difference of the values after each step and after its opposite,
+        a central difference that is not divided by the size of the step. Every sg(x) keeps
+        the value that it has at the batch.
 
         Args:
             batch: the batch.
@@ -648,7 +661,7 @@ class Loss:
             return []
 
         def value_after(step: Tensor) -> Tensor:
-            """The value where log_prob is moved by this step."""
+            """Return the value where log_prob is moved by this step."""
             with recorded_sg(values):
                 return self(batch.but(logp=batch.logp + step))
 
@@ -709,11 +722,17 @@ class _Stepped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, n: int, *inputs: Tensor) -> Tensor:
+        """Return a copy of the value, and keep the gradients, which are the last n of
+        `inputs`.
+        """
         ctx.save_for_backward(*inputs[n:])
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Return the kept gradients times that of the value, for the n inputs; None for
+        all other arguments.
+        """
         return (
             None,
             None,
@@ -768,7 +787,7 @@ def _no_tensor(name: str, answer: Any) -> str:
 
 
 def _as_slice(x: Tensor) -> Tensor:
-    """The same numbers as columns of a wider tensor, in which other numbers stand
+    """Return the same numbers as columns of a wider tensor, in which other numbers stand
     beside them.
     """
     other = False if x.dtype is torch.bool else 0.5
@@ -777,7 +796,7 @@ def _as_slice(x: Tensor) -> Tensor:
 
 
 def _as_transpose(x: Tensor) -> Tensor:
-    """The same numbers, with those of a column beside each other in memory."""
+    """Return the same numbers, with those of a column beside each other in memory."""
     return x.T.contiguous().T
 
 
@@ -786,19 +805,23 @@ LAYOUTS = {"a slice of a wider one": _as_slice, "a transposed [T, B]": _as_trans
 
 
 def _plain(x: Tensor) -> Tensor:
-    """The tensor without its subclass, which may redefine comparisons."""
+    """Return the tensor without its subclass, which may redefine comparisons."""
     if type(x) is Tensor or type(x) is torch.nn.Parameter:
         return x
     return x.as_subclass(Tensor)
 
 
 def _negated(gradient: Tensor) -> Tensor:
-    """The gradient of J, from that of the loss; 0 stays 0, and does not become -0."""
+    """Return the gradient of J, from that of the loss; 0 stays 0, and does not become
+    -0.
+    """
     return 0 - _plain(gradient)
 
 
 def _plus(like: Tensor, x: Tensor | None, y: Tensor | None) -> Tensor:
-    """The sum of two gradients, either of which may be missing."""
+    """Return the sum of two gradients, either of which may be missing; zeros in the shape
+    of `like` without both.
+    """
     return sum(
         (_plain(gradient) for gradient in (x, y) if gradient is not None),
         torch.zeros_like(like),
@@ -806,12 +829,14 @@ def _plus(like: Tensor, x: Tensor | None, y: Tensor | None) -> Tensor:
 
 
 def _copies(given: dict[str, Any]) -> dict[str, Any]:
-    """The same inputs in memory of their own."""
+    """Return the same inputs by role, each in memory of its own."""
     return {role: _copied(x) for role, x in given.items()}
 
 
 def _copied(x: Any) -> Any:
-    """The same numbers in memory of their own, to which a loss may write."""
+    """Return the same numbers in memory of their own, to which a loss may write; what is
+    neither a tensor nor Totals stays as it is.
+    """
     if isinstance(x, Totals):
         return Totals(*map(_copied, x))
     return x.clone() if isinstance(x, Tensor) else x

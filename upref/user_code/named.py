@@ -87,7 +87,9 @@ class NamedFunction(UserFunction):
         return "; ".join(f"{p} -> {r}" for p, r in both.items() if p != r)
 
     def kinds(self) -> Iterable["NamedFunction"]:
-        """Yield the function with each way in which its inputs may be passed."""
+        """Yield the function with each way in which its inputs may be passed, float64
+        before float32, and then the usual one first.
+        """
         has_mask = bool(self.reads & set(self.vocabulary.masks))
         has_ids = bool(self.reads & set(self.vocabulary.ids))
         ways = itertools.product(
@@ -199,7 +201,7 @@ def read(
 def _refuse_doubles(
     name: str, roles: Mapping[str, str], vocabulary: Vocabulary
 ) -> None:
-    """Refuse two arguments that mean one input."""
+    """Raise InputError if two arguments mean one input."""
     for role in vocabulary.roles:
         same = [p for p, r in roles.items() if r == role]
         if len(same) > 1:
@@ -209,7 +211,7 @@ def _refuse_doubles(
 
 
 def _unknown(name: str, p: inspect.Parameter, vocabulary: Vocabulary) -> str:
-    """Say that the name of an argument is not known, and what to do."""
+    """Return the message that the name of an argument is not known, and what to do."""
     star = "*" if p.kind is p.VAR_POSITIONAL else ""
     return (
         f"{name}: what is {star}{p.name}? Arguments of {vocabulary.kind} are read by their names alone. "
@@ -218,5 +220,5 @@ def _unknown(name: str, p: inspect.Parameter, vocabulary: Vocabulary) -> str:
 
 
 def _names(vocabulary: Vocabulary) -> str:
-    """Say which names are known."""
+    """Return a sentence with the names that are known."""
     return f"The names are {', '.join(vocabulary.roles)} and their usual variants."

@@ -203,10 +203,13 @@ def is_of_sampler(name: str) -> bool:
 
 def role(name: str) -> str:
     """Return the role of an argument of a loss, or of a KL estimator, by its name; ""
-    where the name does not tell.
+    where the name does not tell. The first of the rules below that fits decides.
 
     Args:
         name: of an argument.
+
+    Returns:
+        A key of CALLED, or "".
     """
     words_of_name = words(name)
     snake_name = "_".join(words_of_name)

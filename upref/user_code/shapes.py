@@ -37,10 +37,11 @@ BACKWARD = {
 
 def infer_shapes(loss: Loss) -> Loss:
     """Find the plainest shapes of advantages and mask at which the loss runs and keeps
-    responses separate.
+    responses separate; if it keeps them separate at none, those at which it couples them
+    least.
 
     Args:
-        loss: whose arguments are known.
+        loss: whose arguments are known. A framework's keeps its shape of advantages.
 
     Returns:
         The Loss with its shapes.

@@ -49,7 +49,7 @@ class Reading:
     order_unknown: str = ""
 
     def __str__(self) -> str:
-        """The arguments with their roles, in words; empty where every argument has the
+        """Return the arguments with their roles, in words; "" where every argument has the
         name that upref uses.
         """
         if self.star:
@@ -170,7 +170,7 @@ def read(
     roles = {p: r for p, r in roles.items() if p not in unread}
 
     def refusal(words: str) -> InputError:
-        """The error with these words, and what to do about it."""
+        """Make the error with these words, and what to do about it."""
         if "logp" in main and _takes_rewards_alone(named, role):
             words = f"it takes rewards and no log-probabilities. {_OF_ADVANTAGES}"
             return InputError(f"{_shown(name, all_parameters)}: {words}")
@@ -327,8 +327,8 @@ def _tell_policies_apart(
     main: Sequence[str],
     third: bool,
 ) -> None:
-    """Correct the roles where two arguments were read as the same policy: of two new
-    ones one may be the old policy, and of two old ones one may be the sampler.
+    """Correct the roles, in place, where two arguments were read as the same policy: of
+    two new ones one may be the old policy, and of two old ones one may be the sampler.
 
     Args:
         named: the arguments.
@@ -409,12 +409,12 @@ def _passes_on(fn: Callable[..., Any], names: Iterable[str]) -> bool:
 
 
 def _shown(name: str, every: Sequence[inspect.Parameter]) -> str:
-    """The signature of a function, without defaults."""
+    """Return the signature of a function in words, without defaults."""
     return f"{name}({', '.join(_stars(p) + p.name for p in every)})"
 
 
 def _stars(parameter: inspect.Parameter) -> str:
-    """What stands before the argument's name in a signature."""
+    """Return what stands before the argument's name in a signature: "", "*" or "**"."""
     if parameter.kind is parameter.VAR_POSITIONAL:
         return "*"
     return "**" if parameter.kind is parameter.VAR_KEYWORD else ""
@@ -426,7 +426,7 @@ def wrapper(
     every: Sequence[inspect.Parameter] = (),
     roles: Mapping[str, str] | None = None,
 ) -> str:
-    """What to do about a function whose arguments cannot be read.
+    """Say what to do about a function whose arguments cannot be read.
 
     Args:
         name: of the function.

@@ -61,7 +61,7 @@ DIVISORS_OF_KEPT = {
 
 @cache
 def every() -> list[Oracle]:
-    """The oracles of a loss, in the order in which they run: all that stand in the
+    """Return the oracles of a loss, in the order in which they run: all that stand in the
     folder `oracles`.
 
     Returns:
@@ -198,7 +198,8 @@ def _with_own_defaults(
 
 
 def entropy_coefficient(number: Any) -> float:
-    """Return the declared coefficient of an entropy bonus; InputError where it is none.
+    """Return the declared coefficient of an entropy bonus as a float; raise InputError
+    where it is no finite number of 0 or more.
 
     Args:
         number: as the user gave it.
@@ -220,7 +221,7 @@ def _may_fail_for_order(
     report: Report,
 ) -> bool:
     """Tell whether the order of the policies may be why a loss fails whose policies
-    were read by position.
+    were read by position: a failure says so, or the loss agrees in the other order.
     """
     if any(INVERTED in failure.fault_ids for failure in report.failures):
         return True
@@ -296,7 +297,7 @@ def _oracles_of(loss: Loss) -> list[Oracle]:
         reasons = {k: why for k, why in slow.items() if k not in CORE} | reasons
 
     def with_reason(oracle: Oracle) -> Oracle:
-        """The oracle, which does not run if there is a reason."""
+        """Return the oracle, with `not_run` replaced if there is a reason."""
         reason = reasons.get(oracle.name, "")
         return replace(oracle, not_run=lambda case: reason) if reason else oracle
 
@@ -329,8 +330,9 @@ def _run_every_oracle(
 
 
 def as_shipped(loss: Loss, case: LossCase) -> str:
-    """What the framework's own defaults give, where the loss was set up as the
-    objective says; else empty.
+    """Return in words whether the framework's loss, as it is shipped, is the objective,
+    where the loss was set up as the objective says; "" elsewhere. Only the weights and
+    the aggregation decide.
 
     Args:
         loss: as read.
@@ -353,8 +355,8 @@ def as_shipped(loss: Loss, case: LossCase) -> str:
 
 
 def not_checked(case: LossCase) -> list[str]:
-    """What the verdict says nothing about, in words, beside the oracles that were not
-    run.
+    """Return what the verdict says nothing about, in words, beside the oracles that were
+    not run; [] for nothing.
 
     Args:
         case: the loss and its objective.

@@ -60,7 +60,7 @@ class RewardBatch:
         )
 
     def times(self, k: Fraction | int, plus: int = 0) -> "RewardBatch":
-        """Multiply every reward, then add a number.
+        """Return the batch with every reward multiplied by k, and a number added.
 
         Args:
             k: the factor.
@@ -213,7 +213,7 @@ def minus_the_others(xs: Rows) -> Rows:
 
 
 def over_the_mean(xs: Rows) -> Rows:
-    """Divide the centred rewards by their mean; 0 where the mean is not positive.
+    """Divide the centered rewards by their mean; 0 where the mean is not positive.
 
     Args:
         xs: the rewards of a group.
@@ -323,8 +323,9 @@ def fit_denominator(
     ddof: int = 1,
     eps: float | None = None,
 ) -> Denominator | None:
-    """Return the denominator with which the numerators give the advantages found, or
-    None where there is none.
+    """Return the denominator with which the numerators give the advantages found: the
+    first form of FORMS that fits all. None where none fits, where an advantage that
+    should not be 0 is 0 or not finite, and where no advantage shows a denominator.
 
     Args:
         c: numerators, one for each advantage.

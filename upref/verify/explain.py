@@ -109,13 +109,14 @@ def explain(
     bounds: list[float],
     seconds: float = SEARCH_SECONDS,
 ) -> LossFault | None:
-    """Return the first known fault that reproduces the weights found, on every token of
-    the batch and on other batches.
+    """Return the first known fault that reproduces the weights found, on every compared
+    token of the batch and on other batches.
 
     The order is: no gradient at all; other hyperparameters and KL terms; the catalogue
     of losses; faults of the batch's reading, of corrections and of denominators; other
-    objectives. Then two faults together, one of the KL term and one of the rest. Last,
-    any objective, at hyperparameters that are recovered from the loss.
+    objectives. Then two faults together, one of the KL term and one of the rest. Then
+    one edit of the objective's formula. Last, any objective, at hyperparameters that are
+    recovered from the loss. Where the time is over, `case.search_ended` is set.
 
     Args:
         case: the loss and its objective.
@@ -203,7 +204,7 @@ class SearchTime:
         self.end = time.process_time() + seconds
 
     def within(self, candidates: Iterable[T]) -> Iterator[T]:
-        """Yield the candidates until the time is over."""
+        """Yield the candidates until the time is over; then set `case.search_ended`."""
         for candidate in candidates:
             if time.process_time() > self.end:
                 self.case.search_ended = True
@@ -219,7 +220,9 @@ def cause_with_one_advantage(case: LossCase) -> Cause:
         case: the loss, which takes advantages of tokens, and its objective.
 
     Returns:
-        The cause, or an empty one.
+        The cause; an empty one where there is none, where such advantages make no weight
+        wrong, and where no search applies: a framework's loss, an objective with
+        advantages of tokens, or a search that has used up its time before.
     """
     loss = case.loss
     has_own = loss.adv_shape == "BT" and case.objective.has_response_advantage
@@ -275,7 +278,7 @@ def two_gradients(case: LossCase, batch: Rollouts) -> Iterator[LossFault]:
     """
 
     def own_gradient(batch: Rollouts) -> Tensor | None:
-        """Return the gradient that the loss's own .backward() leaves, or None."""
+        """Return the gradient that the loss's own .backward() leaves, [B, T], or None."""
         return case.loss.ask("measured", batch, 1, None, {})[0].own_gradient
 
     def own_weights(batch: Rollouts) -> Tensor:
@@ -317,8 +320,9 @@ LEAST_LENGTH = 16  # tokens: a smaller divisor is no response's greatest length
 
 
 def by_fixed_length(case: LossCase) -> Iterator[LossFault]:
-    """Yield the fault that a sum over each response is divided by one whole number, as
-    Dr. GRPO's code divides by a length that is fixed beforehand.
+    """Yield the fault that a sum over each response is divided by one whole number of at
+    least LEAST_LENGTH, as Dr. GRPO's code divides by a length that is fixed beforehand.
+    Nothing is yielded for a loss or an objective of another aggregation.
 
     Args:
         case: the loss and its objective.
@@ -504,7 +508,8 @@ def holds_on_other_batches(
     case: LossCase, change: Callable[[Rollouts], tuple[Tensor, Tensor]], *more: Rollouts
 ) -> bool:
     """Return whether a cause holds on all `confirmation_batches` that the loss accepts,
-    and on at least three. It is for causes that do not change the weights.
+    and on at least LEAST_ANSWERS of them. It is for causes that do not change the
+    weights.
 
     Args:
         case: the loss and its objective.
@@ -520,7 +525,8 @@ def holds_on_other_batches(
 
 
 def alike(x: Tensor, y: Tensor) -> bool:
-    """Tell whether two tensors agree to 1e-5 of the largest number of the second.
+    """Tell whether two tensors agree to 1e-5 of the largest number of the second. They
+    do not where a number is NaN.
 
     Args:
         x: any shape.
@@ -568,8 +574,12 @@ def _fresh_batches(case: LossCase) -> list[Rollouts]:
 
 
 def _one_edit(difference: Difference) -> LossFault | None:
-    """Return the plainest edit of the objective's own formula that reproduces the loss,
-    also on batches of which the search knows nothing, or None.
+    """Return the first edit of the objective's own formula that reproduces the loss, also
+    on batches of which the search knows nothing, or None.
+
+    An edit with a number is left out if NEARBY times that number reproduces the loss too,
+    and so is an edit that a proof tells from the loss. The fault's words are the edited
+    formula, and say whether it is proved for every value.
 
     Args:
         difference: of the loss.
@@ -608,7 +618,8 @@ NEARBY = 1.001  # times a number: a loss at another one
 
 def _two_faults(difference: Difference) -> LossFault | None:
     """Return a fault of the KL term and one of the rest that together reproduce the
-    loss, as one fault, or None. Tokens with A = 0 show the KL term alone.
+    loss, as one fault, or None. Tokens with A = 0 show the KL term alone: without one
+    among the compared tokens, None.
 
     Args:
         difference: of the loss.
@@ -744,7 +755,7 @@ def fits(
     tol: float,
 ) -> bool:
     """Return whether the objective with this fault has the weights found on the
-    compared tokens.
+    compared tokens. It has not where they cannot be computed for this objective.
 
     Args:
         candidate: the fault.
@@ -787,9 +798,13 @@ STEPPED = {  # the roles that are moved, in words
 
 
 def in_low_precision(case: LossCase) -> Cause:
-    """Return the cause that a part of the loss is rounded to a format of 16 bits: its
-    weights move in small jumps where an input moves smoothly, and are right but for
-    rounding.
+    """Return the cause that a part of the loss is rounded to a format of 16 bits.
+
+    Each input of STEPPED is moved by STEP in both directions. A smooth weight bends by
+    less than LEAST_JUMP. Rounding is the cause if at least LEAST_SHARE of the weights, but
+    not all, jump by more, at most LEAST_SHARE of these by more than LARGEST_JUMP, and if
+    at most LEAST_SHARE of the weights are wrong by more than MOST_ERROR. The first input
+    that shows it is named.
 
     Args:
         case: the loss and its objective.
@@ -846,8 +861,8 @@ def fits_but_ties(
     compared: Tensor,
     tol: float,
 ) -> bool:
-    """Return what `fits` returns, but a few tokens may have a weight between those just
-    beside them on the two sides: at a bound, rounding decides.
+    """Return what `fits` returns, but up to MOST_TIES of the tokens may have a weight
+    between those just beside them on the two sides: at a bound, rounding decides.
 
     Args:
         candidate, case, batch, found, compared, tol: as `fits` takes them.
@@ -856,7 +871,7 @@ def fits_but_ties(
         return True
 
     def weights(shift: float) -> Tensor:
-        """Return the weights at log-probabilities that are so much larger."""
+        """Return the fault's weights at log π_θ + shift, [B, T]."""
         moved = batch.but(logp=batch.logp + shift)
         return candidate.change.weights(case.objective, case.hp, moved)
 
@@ -946,6 +961,7 @@ def _other_kl(
                 id="kl-not-of-objective",
                 weigh=partial(weights, beta=beta, name=name),
             )
+        # at the objective's own coefficient, kl_faults has it
         elif beta > 0 and abs(beta - own_beta) > case.tol:
             yield fault(
                 f"the KL term has the gradient of {beta:.6g} {name}, not of {own_beta:g} {objective.kl}: {OTHER_KL}",
@@ -972,7 +988,9 @@ OF_FLOAT32 = 1e-7  # by which it rounds a bound near 1
 def _words_for_hyperparameters(
     changed: dict[str, Any], hp: dict[str, Any], ratio: str
 ) -> str:
-    """Return the words for hyperparameters with other values.
+    """Return the words for hyperparameters with other values, such as "eps_high is 0.2,
+    not 0.28", and what the values are where that is recognized: bounds taken as absolute
+    or on log r, a dual clip, or the values of partners.
 
     Args:
         changed: the values that were found.
@@ -1024,7 +1042,9 @@ def _words_for_partners(changed: dict[str, Any], hp: dict[str, Any]) -> str:
 
 
 def _partner(name: str) -> str:
-    """Return the name of the hyperparameter for the other sign of A, or the other side."""
+    """Return the name of the hyperparameter for the other sign of A, or the other side:
+    eps_high for eps_low. A name without _pos, _neg, _low or _high is its own partner.
+    """
     for one, other in (("_pos", "_neg"), ("_low", "_high")):
         if one in name:
             return name.replace(one, other)
@@ -1037,8 +1057,8 @@ SAME_BOUND = 1e-6  # two bounds are equal up to this
 
 
 def _is_absolute_bound(name: str, found: Any, own: Any) -> bool:
-    """Return whether the bound found is the hyperparameter's own value, which should be
-    its distance from 1.
+    """Return whether the bound found, 1 - eps_low or 1 + eps_high, is the hyperparameter's
+    own value, which should be its distance from 1. False for another name or for None.
     """
     if found is None or own is None or name not in ("eps_low", "eps_high"):
         return False
@@ -1047,8 +1067,9 @@ def _is_absolute_bound(name: str, found: Any, own: Any) -> bool:
 
 
 def _is_bound_on_log_r(name: str, found: Any, own: Any) -> bool:
-    """Return whether the bound found is exp of the hyperparameter's own value, which
-    then bounds log r.
+    """Return whether the bound found is exp(-own) below 1, or exp(own) above 1: then the
+    hyperparameter's own value bounds log r. False for a name that is no clip width, and
+    where a value is None.
     """
     if found is None or own is None or name not in ("eps_low", "eps_high", "eps"):
         return False
@@ -1165,7 +1186,9 @@ def _words_for_aggregation(case: LossCase, objective: Objective) -> str:
 
 
 def _call_in_words(objective: Objective, hp: dict[str, Any]) -> str:
-    """Return the name of the objective, with its hyperparameters that are not 0."""
+    """Return the name of the objective, with its hyperparameters that are neither 0 nor
+    None, such as "dapo(eps_low=0.2, eps_high=0.28)".
+    """
     arguments = ", ".join(
         f"{name}={value:g}" for name, value in objective.resolve(hp).items() if value
     )

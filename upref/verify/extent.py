@@ -95,5 +95,5 @@ def _turn(
 
 
 def _pattern(where: str) -> Cause:
-    """Return the words for where a token like it is right."""
+    """Return the cause, of the kind "pattern", that says where a token like it is right."""
     return Cause(f"a token like it is right {where}", kind="pattern")

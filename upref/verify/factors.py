@@ -35,7 +35,9 @@ MEANING = {
 
 
 def declared_aggregation(objective: Objective) -> str:
-    """The objective's aggregation as row weights of terms per token.
+    """Return the name of the objective's aggregation, as one of terms per token: the mean
+    of one term per response (seq-mean) is the mean of each response's token mean, or of
+    its token sum where the term is of the product of ratios.
 
     Args:
         objective: the objective.

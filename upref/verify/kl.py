@@ -185,7 +185,7 @@ def value_and_slope(
         (gradient,) = torch.autograd.grad(k.sum(), lp, allow_unused=True)
 
     def in_order_of_d(rows: Tensor) -> Tensor:
-        """Undo the shifts of the rows, and join them."""
+        """Undo the shifts of the rows, [R, N], and join them, [R * N]."""
         return torch.cat([row.roll(-SHIFT * i) for i, row in enumerate(rows)])
 
     if gradient is None:
@@ -356,7 +356,9 @@ def clamp(case: KlCase) -> Iterator[Finding]:
         case: the function and its estimator.
 
     Yields:
-        A failure with the first token that differs, and what clamps it.
+        A failure with the token that differs nearest to the reference, and the clamp as
+        its cause if all wrong tokens of a side have one value; a note if it differs at
+        USUAL_CLAMP or beyond.
     """
     _, found_values, value_errors = case.differences(FAR, VALUE)
     expected, found, gradient_errors = case.differences(FAR, GRADIENT)
@@ -475,7 +477,8 @@ def expected_gradient(case: KlCase) -> Iterator[Finding]:
         case: the function and its estimator.
 
     Yields:
-        A failure for each policy where it is not.
+        A failure for each policy where it is not the estimator's, with the divergences
+        whose gradients the two are.
     """
     tol = case.term.tol
     for off_policy, where in (

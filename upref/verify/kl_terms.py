@@ -138,7 +138,7 @@ def possible_terms(first: str, reads: frozenset[str]) -> list[str]:
 
 
 def kl_slope(estimator: str, batch: Rollouts) -> Tensor:
-    """dKL/dlp of each token, 0 on masked slots.
+    """Return dKL/dlp of each token, 0 on masked slots.
 
     Args:
         estimator: a key of upref.kl.ESTIMATORS, or one with a ratio.
@@ -150,14 +150,15 @@ def kl_slope(estimator: str, batch: Rollouts) -> Tensor:
     assert batch.logp_ref is not None
 
     def term(lp: Tensor, ref: Tensor, old: Tensor, mu: Tensor) -> Tensor:
-        """The estimator, as `slope_of_term` takes it."""
+        """Return the KL of each token by the estimator, which does not read mu."""
         return kl.per_token(estimator, lp, ref, old)
 
     return slope_of_term(term, batch)
 
 
 def slope_of_term(term: Callable[..., Tensor], batch: Rollouts) -> Tensor:
-    """Differentiate a term of J that does not depend on A.
+    """Differentiate a term of J that does not depend on A. Nothing is written to the
+    batch.
 
     Args:
         term: a function of (lp, lp_ref, lp_old, log μ), each [B, T].

@@ -72,7 +72,7 @@ Made = TypeVar("Made")  # what a cache keeps
 
 
 def unit_weights(objective: Objective, batch: Rollouts, hp: dict[str, Any]) -> Tensor:
-    """dJ_t/dlp_t before `declared_aggregation(objective)`, the KL term included.
+    """Return dJ_t/dlp_t before `declared_aggregation(objective)`, the KL term included.
 
     Args:
         objective: the objective.
@@ -80,10 +80,11 @@ def unit_weights(objective: Objective, batch: Rollouts, hp: dict[str, Any]) -> T
         hp: resolved hyperparameters.
 
     Returns:
-        [B, T].
+        [B, T], 0 on masked slots.
     """
     w = objective.token_weights(batch, **{k: v for k, v in hp.items() if k != "beta"})
     if objective.agg == "seq-mean" and objective.level != "sequence_product":
+        # the declared aggregation is a mean over tokens: it divides by the length
         w = w * batch.mask.sum(-1, keepdim=True)
     if beta := hp.get("beta"):
         w = w - beta * kl_slope(objective.kl, batch)
@@ -123,12 +124,16 @@ class LossCase:
     def value_and_gradient(
         self, batch: Rollouts, ranks: int = 1, **overrides: Any
     ) -> tuple[Tensor, Tensor]:
-        """(value, dJ/dlp); the outcome of a call that wrote or printed is kept.
+        """Return the value of the user's loss, and dJ/dlp, [B, T]. The outcome of a call
+        that wrote or printed is added to `noted_calls`.
 
         Args:
             batch: the batch.
             ranks: the number of data-parallel ranks that the loss is told.
             **overrides: hyperparameters with other values.
+
+        Raises:
+            InputError: the loss refuses the batch.
         """
         outcome, gradient = self.loss.outcome(batch, ranks, **overrides)
         if outcome.wrote or outcome.printed:
@@ -166,7 +171,7 @@ class LossCase:
         return gradient
 
     def weights(self, batch: Rollouts) -> Tensor:
-        """The loss's own dJ_t/dlp_t, its aggregation divided out.
+        """Measure the loss's own dJ_t/dlp_t, its aggregation divided out.
 
         Args:
             batch: the batch.
@@ -251,8 +256,7 @@ class LossCase:
         floor: float = 0.1,
         rounding_allowance: float = 1.0,
     ) -> Tensor:
-        """Relative difference of the weights, 0 on masked slots, infinite where one is
-        not finite; beyond what rounding to float32 explains, where it computes in that.
+        """Return how far the loss's weights are from the objective's.
 
         Args:
             batch: the batch.
@@ -261,7 +265,10 @@ class LossCase:
             rounding_allowance: so many times the rounding of float32 is forgiven.
 
         Returns:
-            [B, T].
+            The relative error of each token, [B, T]: 0 on masked slots, and on a bound
+            where the weight lies between those of its two sides; infinite where a weight
+            is not finite. For a loss that computes in float32, only what rounding does
+            not explain is left.
         """
         found = self.weights(batch) if found is None else found
         expected = self.expected(batch)
@@ -283,7 +290,7 @@ class LossCase:
         return torch.where(batch.mask, errors, 0)
 
     def bounds(self, A: float) -> list[float]:
-        """The ratios at which the objective's own weight jumps.
+        """Return the ratios at which the objective's own weight jumps.
 
         Args:
             A: the advantage.
@@ -296,14 +303,14 @@ class LossCase:
         return breakpoints(self.objective, A, USUAL_MU, **self.hp_without_kl)
 
     def is_on_bound(self, batch: Rollouts) -> Tensor:
-        """The tokens whose ratio lies exactly on a bound of the objective, whatever the
-        sign of A: min(r A, clip(r) A) has a tie on each bound.
+        """Mark the tokens whose ratio lies exactly on a bound of the objective, whatever
+        the sign of A: min(r A, clip(r) A) has a tie on each bound.
 
         Args:
             batch: the batch.
 
         Returns:
-            [B, T].
+            [B, T], False on masked slots.
         """
         ratio = self.ratio(batch)
         ties = torch.zeros_like(batch.mask)
@@ -314,7 +321,7 @@ class LossCase:
     def _is_tie_between_sides(
         self, batch: Rollouts, found: Tensor, is_wrong: Tensor
     ) -> Tensor:
-        """The tokens exactly on a bound whose weight lies between those on its two
+        """Mark the tokens exactly on a bound whose weight lies between those on its two
         sides, or between these and none, [B, T]: there < or <=, rounding and the
         version of torch decide which share of the clipped ratio's gradient is left.
 
@@ -341,8 +348,9 @@ class LossCase:
     def rounding_effect(
         self, batch: Rollouts, expected: Tensor, rounding_allowance: float = 1.0
     ) -> Tensor:
-        """How far the expected weight moves where the log-probabilities are rounded to
-        float32, a jump included.
+        """Return how far the expected weight moves where the log-probabilities are rounded
+        to float32, a jump included. The changes by several shifts of lp and of lp_old
+        are added up.
 
         Args:
             batch: the batch.
@@ -366,8 +374,10 @@ class LossCase:
             # moves a response beside others
             is_same_group = batch.group[:, None] == batch.group
             index_in_group = is_same_group.tril(-1).sum(1, keepdim=True)
-            # signs that alternate from response to response, and from pair to pair
-            shifts += [rounding * (1 - 2 * (index_in_group // n % 2)) for n in (1, 2)]
+            for run_length in (1, 2):
+                # a sign that alternates from response to response, or from pair to pair
+                is_second = index_in_group // run_length % 2
+                shifts.append(rounding * (1 - 2 * is_second))
             effect_of_shares = (
                 FLOAT32_ROUNDING * is_same_group.sum(1, keepdim=True)
             ).expand_as(rounding)
@@ -393,18 +403,19 @@ class LossCase:
         )
 
     def ratio(self, batch: Rollouts) -> Tensor:
-        """The ratio that the objective acts on, at each token.
+        """Return the ratio that the objective acts on, at each token: the token's own, or
+        the geometric mean or the product over its response.
 
         Args:
             batch: the batch.
 
         Returns:
-            [B, T].
+            [B, T]. Of a token's own ratio, masked slots have 1.
         """
         log_ratio = torch.where(batch.mask, batch.logp - batch.logp_old, 0)
-        if reduce := {"sequence_mean": mean_t, "sequence_product": sum_t}.get(
-            self.objective.level
-        ):
+        reductions = {"sequence_mean": mean_t, "sequence_product": sum_t}
+        reduce = reductions.get(self.objective.level)
+        if reduce is not None:
             log_ratio = reduce(log_ratio, batch.mask)[:, None].expand_as(log_ratio)
         return log_ratio.exp()
 
@@ -579,19 +590,21 @@ class LossCase:
         return single_case, found / single_case.factors(batch)
 
     def in_float32(self) -> None:
-        """Compare the loss as one that computes in float32 from here on."""
+        """Compare the loss as one that computes in float32 from here on: set its
+        tolerance, and how far from a bound the batches are, in place.
+        """
         self.tol = FLOAT32_TOL
         self.edges = SINGLE_EDGES
 
     def rounded(self, batch: Rollouts) -> Tensor:
-        """Tokens so near to a bound that rounding moves them over it, where the loss
-        computes in float32.
+        """Mark the tokens so near to a bound that rounding moves them over it, where the
+        loss computes in float32.
 
         Args:
             batch: the batch.
 
         Returns:
-            [B, T].
+            [B, T]; all False where it computes in float64.
         """
         if self.single:
             return is_near_bound(self.expected, batch)
@@ -600,8 +613,8 @@ class LossCase:
 
 @lru_cache(64)
 def _one_per_response(objective: Objective) -> Objective:
-    """The objective with one advantage per response: one object, so that its batches
-    are found again.
+    """Return the objective with one advantage per response: for one objective always the
+    same object, so that the cache of batches finds it again.
     """
     return replace(objective, agg="seq-mean")
 
@@ -626,7 +639,8 @@ class OnPolicy:
             sign: of A, of the tokens that are used; 0: both.
 
         Returns:
-            A number for each token that has a weight, [n].
+            A number for each token that has a weight in the objective, [n]. All are one
+            number where the aggregation explains the gradient.
         """
         tokens = self.batch.mask & (self.expected.abs() > 1e-6)
         if sign:
@@ -723,7 +737,8 @@ def _fitting_aggregation(measured: OnPolicy, sign: float) -> tuple[str, float] |
 
 
 def sampler_words(name: str) -> str:
-    """Words for what was left out of a comparison with this objective.
+    """Return the words for what was left out of a comparison with this objective, with a
+    hint at the objective that has a correction, if there is one.
 
     Args:
         name: of the objective.

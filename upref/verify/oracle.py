@@ -31,9 +31,16 @@ class Case(Protocol):
 
 @dataclass(frozen=True)
 class Oracle:
-    """findings: the Findings of a case. not_run: why it does not apply, "" where it does.
-    rank: small goes first. implied: where it does not apply, other oracles have
-    compared the same weights. needed: without its batches there is no verdict."""
+    """One test of a report. `oracle` makes it.
+
+    Attributes:
+        name: as it stands in reports and in `skip`.
+        findings: from a case to its Findings.
+        not_run: from a case to why the oracle does not apply; "" where it does.
+        rank: small goes first.
+        implied: where it does not apply, other oracles have compared the same weights.
+        needed: without its batches there is no verdict.
+    """
 
     name: str
     findings: Callable[[Any], Iterable[Finding]]
@@ -50,7 +57,7 @@ def oracle(
     implied: bool = False,
     needed: bool = False,
 ) -> Callable[[Callable[..., Any]], Oracle]:
-    """Decorator of a function of a case.
+    """Return a decorator that makes an Oracle of a function of a case.
 
     Args:
         name: as it stands in reports and in `skip`.
@@ -61,7 +68,7 @@ def oracle(
             batches of another oracle it is a note.
 
     Returns:
-        The decorator, which makes an Oracle.
+        The decorator. Its function yields the Findings of a case.
     """
     return lambda findings: Oracle(name, findings, not_run, rank, implied, needed)
 
@@ -88,7 +95,8 @@ def refused(oracle: str, batch: str, error: Exception) -> Finding:
 
 
 def untouched(done: Done, cause: str = "") -> Iterator[Finding]:
-    """The findings of the oracle `mutation`.
+    """Yield the findings of the oracle `mutation`: a failure for each argument that a call
+    changed in place, in alphabetical order, and a note if the call printed.
 
     Args:
         done: what a call changed.
@@ -127,15 +135,15 @@ T = TypeVar("T")
 
 
 def discover(package: ModuleType, kind: type[T]) -> list[T]:
-    """All objects of that type in the modules of a package, so that a new file needs no
-    edit elsewhere.
+    """Return all objects of that type in the modules of a package, so that a new file
+    needs no edit elsewhere. The modules are imported.
 
     Args:
         package: whose modules are imported.
         kind: the type.
 
     Returns:
-        Each object once.
+        Each object once, modules in alphabetical order.
     """
     modules = [
         importlib.import_module(f"{package.__name__}.{module.name}")
@@ -163,11 +171,11 @@ def by_rank(oracles: Iterable[Oracle]) -> list[Oracle]:
 
 
 def validate_names(oracles: Iterable[Oracle], skip: Iterable[str]) -> None:
-    """Raise InputError if `skip` names an unknown oracle.
+    """Raise InputError if `skip` names an unknown oracle, or is no list of strings.
 
     Args:
         oracles: all that there are.
-        skip: names.
+        skip: names, in a list, a tuple or a set.
     """
     known = [one_oracle.name for one_oracle in oracles]
     if not isinstance(skip, list | tuple | set | frozenset) or not all(

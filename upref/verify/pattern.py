@@ -57,7 +57,12 @@ def pattern(
     tested: MeasuredWeights, shown: MeasuredWeights, tol: float, by_token: bool
 ) -> Cause:
     """Return the relation of found and expected weights that holds on all tokens of two
-    batches; if there is none, the words that no known cause fits.
+    batches; if there is none, the words that no known cause fits; no cause where a weight
+    found is not finite.
+
+    The first relation that holds is returned, of: no weight at all; one factor of all
+    weights; lost gradients beside right weights; one factor for each response; one for
+    each column; one number that is added.
 
     Args:
         tested: the weights of the batch that was compared.
@@ -154,8 +159,8 @@ def _near_1(multiples: Tensor) -> str:
 
 
 def _factor_of_each_column(multiples: Tensor, tol: float) -> dict[int, float]:
-    """Return the factor of each column in which weights are compared; none where one
-    column has several, or where no two columns have several weights.
+    """Return the factor of each column in which weights are compared; {} where one column
+    has several factors, or where no two columns have several weights.
 
     Args:
         multiples: the factor of each weight, [B, T]; NaN where none is compared.

@@ -165,7 +165,7 @@ class Proof(Result):
         )
 
     def data(self) -> dict[str, Any]:
-        """The fields of the proof, and `ok`.
+        """Return the fields of the proof, `ok` and `domain`.
 
         Returns:
             Their values by name.
@@ -175,13 +175,13 @@ class Proof(Result):
         return asdict(self) | more
 
     def text(self, verbose: bool = False) -> str:
-        """The verdict in words.
+        """Return the verdict in words, as the command prints it.
 
         Args:
             verbose: also how the arguments were read.
 
         Returns:
-            Lines.
+            Lines, without a line break at the end.
         """
         if self.status == "no proof":
             lines = [
@@ -199,7 +199,7 @@ class Proof(Result):
         return "\n".join(lines)
 
     def _extent(self) -> list[str]:
-        """For what it is proved."""
+        """Return lines that say for which inputs and sizes it is proved."""
         if self.unit == ADVANTAGE:
             return [*self._extent_of_rewards(), *self._bounds()]
         sizes = " and ".join(
@@ -227,7 +227,7 @@ class Proof(Result):
         return lines + self._bounds()
 
     def _extent_of_rewards(self) -> list[str]:
-        """For which batches an advantage estimator is proved."""
+        """Return a line that says for which batches an advantage estimator is proved."""
         most = max(rows for rows, _ in self.shapes)
         return [
             f"  {self.domain}; in {self.batches} batches of up to {counted(most, 'response')}; "
@@ -235,7 +235,7 @@ class Proof(Result):
         ]
 
     def _not_part(self) -> str:
-        """What is left out, in words."""
+        """Return what the proof leaves out, in words."""
         left_out = list(self.left_out)
         if self.status == "proved" and not self.every_size:
             why = f" ({self.sizes_open})" if self.sizes_open else ""
@@ -245,7 +245,9 @@ class Proof(Result):
         return "; ".join([*left_out, ", ".join(NOT_PART)])
 
     def _bounds(self) -> list[str]:
-        """At which numbers the code may do something else."""
+        """Return a line for each number with which the code compares a size: beyond it the
+        code may do something else.
+        """
         return [
             f"  a size, count, setting or kept state is compared with {number} ({line}): "
             "on the other side of it nothing is proved"
@@ -253,7 +255,7 @@ class Proof(Result):
         ]
 
     def _difference(self) -> list[str]:
-        """Where it differs, and a batch that shows it."""
+        """Return lines that say where it differs, and a batch that shows it."""
         at = ", ".join(
             f"{symbol} = {number:.6g}" for symbol, number in self.numbers.items()
         )
@@ -312,6 +314,7 @@ def prove(
             given[n] = both[n] if isinstance(x, str) else x
 
         def compared(is_small: bool) -> Proof:
+            """Compare in batches of one token, or of up to the size that is asked for."""
             size = (1, 1) if is_small else (rows, columns)
             return _prove_losses(*both, *size, seconds)
 
@@ -343,6 +346,10 @@ def without_state(
     first: dict[str, Kept] | None = None,
 ) -> Proof:
     """Return a proof; "no proof" where the function keeps a state that changes it.
+
+    A state that has changed during the proof is moved far in both directions, and the
+    smallest batches are compared again there. If the proof holds, the state does not
+    matter. A random generator among the state is "no proof" at once.
 
     Args:
         function: the user's, or a tuple of two.
@@ -377,7 +384,8 @@ def without_state(
 
 
 def check_limits(seconds: Any, **sizes: Any) -> None:
-    """Raise InputError for a size or a time limit that is none.
+    """Raise InputError for a size that is no whole number above 0, or a time limit that
+    is no finite number above 0.
 
     Args:
         seconds: the limit.
@@ -396,7 +404,12 @@ def check_limits(seconds: Any, **sizes: Any) -> None:
 def _read_both(
     loss: Any, objective: Any, agg: str, hp: dict[str, Any]
 ) -> tuple[Loss, Loss, Objective | None, str]:
-    """Return the loss, the reference as a loss, its objective, and it in words."""
+    """Return the loss, the reference as a loss, its objective (None where the reference is
+    another loss), and the reference in words.
+
+    Raises:
+        InputError: one of the two cannot be read, or agg is given for another loss.
+    """
     reference = _find_objective(objective)
     if reference is not None:
         reference = reference.aggregated(agg) if agg else reference
@@ -414,7 +427,9 @@ def _read_both(
 
 
 def _find_objective(name: Any) -> Objective | None:
-    """Return the objective that is meant; None where another loss is."""
+    """Return the objective that is meant; None where another loss is: a callable, or a
+    name with a colon.
+    """
     if isinstance(name, Objective):
         return name
     if isinstance(name, str) and ":" not in name:
@@ -551,7 +566,9 @@ def _left_out(loss: Loss, objective: Objective | None) -> tuple[str, ...]:
 def _for_every_size(
     proof: Proof, loss: Loss, other: Loss, objective: Objective | None
 ) -> Proof:
-    """Return a proof with whether it holds for every number of rows and columns."""
+    """Return a proof with whether it holds for every number of rows and columns, and why
+    not if it does not.
+    """
     if proof.bounds:
         reason = "it compares a size, count, setting or kept state with a number"
         return replace(proof, sizes_open=reason)
@@ -562,6 +579,7 @@ def _for_every_size(
         return every_size.gradient(loss, batch, scale)
 
     def reference(batch: Rollouts, scale: Tensor) -> list[Tensor]:
+        """Return the gradient of the reference, as `function` does that of the loss."""
         if objective is None:
             return every_size.gradient(other, batch, scale)
         hp = other.bound_args
@@ -584,7 +602,10 @@ def _seeing(other: Loss, loss: Loss) -> Loss:
 def _optional_reads(
     loss: Loss, other: Loss, objective: Objective | None
 ) -> frozenset[str]:
-    """Return the optional inputs that are variables."""
+    """Return the optional inputs, of logp_ref, logp_sampler and entropy, that are
+    variables of the proof. With an objective these are what the loss reads and what the
+    objective needs; the sampler's only where both read it.
+    """
     everything = frozenset(("logp_ref", "logp_sampler", "entropy"))
     wanted = everything if loss.takes_batch or loss.framework else loss.reads
     reads = {"logp_ref", "entropy"} & (
@@ -619,7 +640,16 @@ def _may_have_one(objective: Objective | None) -> bool:
 def _report(
     name: str, read_as: str, words: str, found: Comparison, remarks: tuple[str, ...]
 ) -> Proof:
-    """Return what was found, in numbers and words."""
+    """Return what was found as a Proof, with the token that differs most if there is a
+    counterexample.
+
+    Args:
+        name: of the function.
+        read_as: which argument was taken for what.
+        words: the reference, in words.
+        found: what the comparison found.
+        remarks: sentences for the reader.
+    """
     if found.is_rounded and found.status == "proved":
         remarks = (*remarks, ROUNDED)
     if found.ties_at_one and found.status == "proved":
@@ -692,6 +722,7 @@ def describe_bounds(counterexample: Counterexample) -> str:
     for name, sign, number in counterexample.bounds:
         symbol = name.rstrip("0123456789_")
         at = name.removeprefix(symbol)
+        # of variables such as r1_2 and A1, those of the token and of its row
         if at in (f"{row}_{column}", f"{row}") and symbol in SYMBOLS:
             nearer = max if sign == ">" else min
             key = (SYMBOLS[symbol], sign)
@@ -700,7 +731,9 @@ def describe_bounds(counterexample: Counterexample) -> str:
 
 
 def _bound(symbol: str, sign: str, number: float) -> str:
-    """Return a bound in words; of a small probability, that of its logarithm."""
+    """Return a bound in words, such as "A > 50"; of a small probability, that of its
+    logarithm.
+    """
     if symbol == "π_old" and 0 < number < SMALL:
         symbol, number = f"log {symbol}", math.log(number)
     return f"{symbol} {sign} {number:.6g}"
@@ -714,8 +747,8 @@ def _place(counterexample: Counterexample) -> tuple[int, int]:
 
 
 def with_changes(proof: Proof, changed: set[str]) -> Proof:
-    """Return the proof with what the function changed of the process. One that moves a
-    random generator is not proved.
+    """Return the proof with a remark for each thing that the function changed of the
+    process. One that moves a random generator is not proved.
 
     Args:
         proof: of the function.
@@ -761,6 +794,7 @@ def prove_kl(
         term, known = read_term(estimator), read_term(kl.ESTIMATORS[name])
 
         def compared(is_small: bool) -> Proof:
+            """Compare in batches of one token, or of up to the size that is asked for."""
             size = (1, 1) if is_small else (rows, columns)
             return _prove_terms(term, known, name, *size, seconds)
 

@@ -51,8 +51,13 @@ def regions(
     r: Tensor,
     bounds: list[float],
 ) -> Iterator[Region]:
-    """Each interval of ratios on which this sign of A fails; known bounds of the
-    objective are named as they are.
+    """Yield each interval of ratios on which this sign of A fails, ascending; known
+    bounds of the objective are named as they are. Nothing is yielded if no token fails.
+
+    One region without an interval is yielded where the ratio does not decide: "ρ" for an
+    objective that corrects for its sampler; "others" where failing tokens are right
+    alone; "scattered" where there are more than MOST_INTERVALS, or where a ratio that
+    fails is right alone.
 
     Args:
         case: the loss and its objective.
@@ -94,6 +99,7 @@ def regions(
     ):
         yield Region(TokenPlace(sign, decided_by="scattered"), sign, tokens_of_sign)
         return
+    # a bound of None: the run begins or ends with the ratios of the batch
     for first, last in runs:
         low_bound = high_bound = None
         if first:
@@ -106,15 +112,14 @@ def regions(
             high_bound = _bound_between(
                 case, sign, bounds, right_above, groups[last][1]
             )
-        tokens = (
-            tokens_of_sign
-            & (r >= groups[first][0] * (1 - 1e-12))
-            & (r <= groups[last][1] * (1 + 1e-12))
-        )
+        lowest = groups[first][0] * (1 - ROUNDING)
+        highest = groups[last][1] * (1 + ROUNDING)
+        tokens = tokens_of_sign & (r >= lowest) & (r <= highest)
         interval = Interval(low_bound, high_bound, case.objective.ratio_symbol)
         yield Region(TokenPlace(sign, (interval,)), sign, tokens)
 
 
+ROUNDING = 1e-12  # relative, of a ratio
 MOST_INTERVALS = 3  # of one sign of A that are named
 MOST_SINGLE_TOKENS = 8  # failing tokens that are measured by themselves
 
@@ -144,9 +149,11 @@ def _are_right_alone(case: LossCase, batch: Rollouts, failing: Tensor) -> bool:
 def _merge_equal_ratios(
     ratios: list[float], is_wrong: list[bool]
 ) -> list[tuple[float, float, bool]]:
-    """Merge equal neighbors of sorted ratios: (lowest, highest, whether any is wrong).
+    """Merge equal neighbors of ascending ratios. One ratio occurs several times, with
+    other A and other mu.
 
-    One ratio occurs several times, with other A and other mu.
+    Returns:
+        For each group: the lowest ratio, the highest, and whether any is wrong.
     """
     groups: list[tuple[float, float, bool]] = []
     for ratio, wrong in zip(ratios, is_wrong, strict=True):
@@ -174,28 +181,33 @@ def _bound_between(
     case: LossCase, sign: float, known_bounds: list[float], good: float, bad: float
 ) -> float:
     """Return the bound between a ratio that agrees and one that does not: a known bound
-    of the objective, or one that calls of the loss close in on.
+    of the objective, or one that calls of the loss close in on. Where a single token does
+    not show it, return the ratio that does not agree.
+
+    Args:
+        case: the loss and its objective.
+        sign: of A.
+        known_bounds: ratios at which the objective's weight jumps.
+        good: the ratio that agrees.
+        bad: the ratio that does not, above or below it.
     """
     lo = min(good, bad)
     hi = max(good, bad)
     for bound in known_bounds:
-        if lo * (1 - 1e-12) <= bound <= hi * (1 + 1e-12):
+        if lo * (1 - ROUNDING) <= bound <= hi * (1 + ROUNDING):
             return bound
     if case.objective.level == "custom" or case.objective.reads_mu:
         return float(bad)
     # each round leaves 1/32 of the interval
     for _ in range(6):
         ratios = np.exp(np.linspace(math.log(good), math.log(bad), 33))
-        is_wrong = (
-            (
-                case.weight_error(case.ready(single_token_responses(sign, ratios)))
-                > case.tol
-            )
-            .any(1)
-            .tolist()
-        )
-        if True not in is_wrong or not is_wrong.index(True):
+        batch = case.ready(single_token_responses(sign, ratios))
+        is_wrong = (case.weight_error(batch) > case.tol).any(1).tolist()
+        if True not in is_wrong:
             return float(bad)
-        good = ratios[is_wrong.index(True) - 1]
-        bad = ratios[is_wrong.index(True)]
+        first_wrong = is_wrong.index(True)
+        if first_wrong == 0:  # the ratio that agrees is wrong alone
+            return float(bad)
+        good = ratios[first_wrong - 1]
+        bad = ratios[first_wrong]
     return float(bad)

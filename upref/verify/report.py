@@ -211,13 +211,14 @@ def _read_place(record: dict[str, Any]) -> TokenPlace:
 
 
 def not_run(oracles: dict[str, str]) -> list[str]:
-    """The oracles that were not run, as one item of what a report says nothing about.
+    """Return the oracles that were not run, as one item of what a report says nothing
+    about.
 
     Args:
         oracles: name -> what became of it.
 
     Returns:
-        One item, or none.
+        [their names, with commas between], or [] where all were run.
     """
     left_out = ", ".join(
         name for name, became in oracles.items() if became not in RAN_OUTCOMES
@@ -287,7 +288,7 @@ def _number_or_words(x: Any) -> Number | str:
 
 
 def _height(text: str) -> int:
-    """Return how many lines a text takes on a screen."""
+    """Return how many lines a text takes on a screen of COLUMNS columns."""
     return sum(math.ceil(max(len(line), 1) / COLUMNS) for line in text.splitlines())
 
 
@@ -345,7 +346,7 @@ class Report(Result):
         return [f for f in self.findings if f.severity == "note"]
 
     def data(self) -> dict[str, Any]:
-        """The fields of the report, `ok` and `proved`.
+        """Return the fields of the report, `ok` and `proved`.
 
         Returns:
             Their values by name.
@@ -353,8 +354,8 @@ class Report(Result):
         return {"ok": bool(self)} | asdict(self) | {"proved": self.proved}
 
     def text(self, verbose: bool = False) -> str:
-        """The verdict, the failures, a line for each note; verbose: all that was
-        assumed and run.
+        """Return the verdict, the failures and a line for each note, as the command prints
+        them.
 
         Args:
             verbose: all findings with their batches, and all that was assumed and run.
@@ -428,7 +429,8 @@ class Report(Result):
         return list(groups.values())
 
     def _failure_lines(self, verbose: bool) -> list[str]:
-        """Return a paragraph for each fault, and how many faults are left out.
+        """Return a paragraph for each fault, at most MOST_FINDINGS, and a last line that
+        says how many faults are left out.
 
         Args:
             verbose: more of them, several with a batch. Otherwise they fit on a screen,
@@ -544,7 +546,7 @@ def describe_assumptions(
 
 
 def row(key: str, text: str, width: int = 118) -> str:
-    """One line of a report, `key text`, wrapped under its text.
+    """Return one line of a report, `key text`, wrapped under its text.
 
     Args:
         key: at most 12 characters.
@@ -552,7 +554,7 @@ def row(key: str, text: str, width: int = 118) -> str:
         width: of a line.
 
     Returns:
-        Lines.
+        Lines, without a line break at the end.
     """
     return textwrap.fill(
         text, width, initial_indent=f"  {key:12} ", subsequent_indent=" " * 15
@@ -560,8 +562,8 @@ def row(key: str, text: str, width: int = 118) -> str:
 
 
 def restores_state(check: Callable[..., R]) -> Callable[..., R]:
-    """Decorator: restore what the function under check changes in the process, and note
-    it.
+    """Decorate a check so that it restores what the function under check changes in the
+    process, and notes it.
 
     Args:
         check: a function that returns a Report.
@@ -572,7 +574,9 @@ def restores_state(check: Callable[..., R]) -> Callable[..., R]:
 
     @wraps(check)
     def restoring_check(*args: Any, **kwargs: Any) -> R:
-        """Do the check, and note what it changed of the process."""
+        """Do the check, and add a note of the oracle `mutation` for each change of the
+        process, in alphabetical order.
+        """
         with state_restored() as changed:
             report = check(*args, **kwargs)
         if not changed:

@@ -35,8 +35,10 @@ def shrink(
 
     Args:
         batch: a batch for which `bad` holds.
-        bad: whether a batch still shows the difference.
-        at: the response and the column of a token that shows it.
+        bad: whether a batch still shows the difference. A batch on which it raises
+            InputError does not.
+        at: the response and the column of a token that shows it: this token alone, then
+            its response alone, is tried first.
 
     Returns:
         A batch for which `bad` holds, as small as was found.
@@ -142,7 +144,8 @@ def _with_fields(batch: Rollouts, **change: Any) -> Rollouts | None:
 
 
 def cut(batch: Rollouts, rows: list[int], columns: list[int] | None) -> Rollouts | None:
-    """Return these rows and columns of a batch, or None where they are no batch.
+    """Return these rows and columns of a batch, or None where they are no batch, such as
+    where a row keeps no token.
 
     Args:
         batch: the batch.
@@ -237,7 +240,7 @@ def example(
     case: LossCase, batch: Rollouts, dtype: torch.dtype | None = None
 ) -> Example | None:
     """Return the batch with the objective's gradient and the loss's, or None if these
-    are equal.
+    are equal in all digits that are printed; without gradients if the loss refuses it.
 
     Args:
         case: the loss and its objective.
@@ -260,8 +263,8 @@ def _expected_gradient(case: LossCase, batch: Rollouts) -> Tensor:
 
 
 def differ(case: LossCase, batch: Rollouts) -> Tensor:
-    """Return the tokens of a batch at which the objective's dJ/dlp and the loss's differ
-    in the digits that are printed.
+    """Mark the tokens of a batch at which the objective's dJ/dlp and the loss's differ in
+    the digits that are printed. NaN equals NaN.
 
     Args:
         case: the loss and its objective.
@@ -344,7 +347,7 @@ def numbers(case: LossCase, batch: Rollouts, i: int, t: int) -> tuple[float, flo
 
 def wrong(case: LossCase) -> Callable[[Rollouts], bool]:
     """Make the condition, for `shrink`, that some token of a batch has another weight
-    than expected.
+    than expected, beyond 10 times the tolerance.
 
     Args:
         case: the loss and its objective.

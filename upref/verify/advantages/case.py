@@ -382,8 +382,8 @@ def _with_tolerance(case: AdvantageCase, tol: float) -> AdvantageCase:
 
 def _with_measured_tolerance(case: AdvantageCase) -> AdvantageCase:
     """Return the case with the tolerance of float32 if the function is right to that
-    precision alone. Graded rewards show it: the rewards of EVEN_GROUPS are exact in
-    float32 too.
+    precision alone; else the case that is given. Graded rewards show it: the rewards of
+    EVEN_GROUPS are exact in float32 too.
     """
     batch = case.batch(GRADED_REWARDS)
     in_float32 = _with_tolerance(case, SINGLE_TOL)

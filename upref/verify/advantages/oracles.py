@@ -44,8 +44,8 @@ IDS = {
 
 # ---- why an oracle does not apply ----------------------------------------------------
 def either(*reasons: Not) -> Not:
-    """Return a function that gives the first of these reasons that applies to a case,
-    or "".
+    """Return a function from a case to the first of these reasons that applies to it, or
+    to "".
     """
     return lambda case: next((words for why in reasons if (words := why(case))), "")
 
@@ -201,7 +201,10 @@ def _modulus(case: AdvantageCase) -> int | None:
     one_prompt = replace(usual, group=(0,) * len(usual.group))
 
     def answers(m: int, rest_of_prompt: int, first: int) -> list[float]:
-        """Return the advantages where prompt g has the id first + g (m + rest_of_prompt)."""
+        """Return the advantages where prompt g has the id first + g (m + rest_of_prompt).
+        Modulo m, the ids of all prompts are equal if rest_of_prompt is 0, and 0, 1, 2, ...
+        if it is 1 and first is 0.
+        """
         step = m + rest_of_prompt
         ids = tuple(first + g * step for g in usual.group)
         return [float(x) for x in case.function(replace(usual, group=ids))]
@@ -226,7 +229,9 @@ RANDOM_BATCHES = 200
 
 @oracle("random", not_run=either(no_ids, wrong_already))
 def random(case: AdvantageCase) -> Iterator[Finding]:
-    """Yield the first difference on random batches."""
+    """Compare on random batches of groups whose rewards differ, up to the first that
+    fails.
+    """
     rng = np.random.default_rng(0)
     for n in range(RANDOM_BATCHES):
         N = int(rng.integers(2, 13))

@@ -94,6 +94,7 @@ def prove_advantages(
             remarks = (MEASURED,)
 
         def compared(is_small: bool) -> Proof:
+            """Compare in batches of up to two responses, or of as many as are asked for."""
             most = 2 if is_small else responses
             return _proved(case.function, estimator, full_hp, most, seconds)
 
@@ -119,7 +120,7 @@ def _proved(
     """Compare a function with an estimator, in batches of at most so many responses."""
 
     def reference(rewards: Tensor, group: list[int]) -> Tensor:
-        """[N, T], as the function's."""
+        """Return the estimator's advantages in the shape of the function's, [N, T]."""
         A = advantages.get(estimator)(rewards, torch.tensor(group), **hp)
         return function.per_token(A, len(group))
 

@@ -118,7 +118,7 @@ class TokenRewards:
 
 
 def _mask(rows: Sequence[str]) -> Tensor:
-    """Return a mask that is written with x on trained tokens."""
+    """Return a mask from text: True where there is an x, [rows, characters]."""
     return torch.tensor([[c == "x" for c in row] for row in rows])
 
 
@@ -207,7 +207,12 @@ def token_rewards(case: AdvantageCase) -> Iterator[Finding]:
 
 
 def _compare(case: AdvantageCase, batch: TokenRewards) -> Finding | None:
-    """Return a failure where the advantages of a batch differ."""
+    """Return a failure at the response whose advantage is off by most; None where all
+    agree.
+
+    Raises:
+        InputError: the function refuses the batch.
+    """
     try:
         found = case.function.on_tokens(batch.rewards, batch.mask, batch.group)
     except InputError as e:
@@ -229,7 +234,9 @@ def _compare(case: AdvantageCase, batch: TokenRewards) -> Finding | None:
 
 
 def _cause(case: AdvantageCase, tol: float) -> Cause:
-    """Return the way of reading rewards that gives the advantages of both batches."""
+    """Return the first of READERS that gives the advantages of all batches, as a cause; no
+    cause where none does. For `signed` only the batch with rewards of 0 and 1 decides.
+    """
     for words, fault_id, reader in READERS:
         batches = (ONE_REWARD,) if case.name == "signed" else BATCHES
         fits = []

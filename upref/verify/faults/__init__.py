@@ -84,7 +84,8 @@ SIGN_IDS = {
 
 
 def hyperparameter_id(*names: str) -> str:
-    """The id of the fault that these hyperparameters have other values.
+    """Return the id of the fault that these hyperparameters have other values, such as
+    "other-eps-low-eps-high".
 
     Args:
         *names: of hyperparameters.
@@ -93,8 +94,8 @@ def hyperparameter_id(*names: str) -> str:
 
 
 def known(function: str, *given: Any) -> Iterator[Fault[Any]]:
-    """All faults of that kind of function, in the order of their ranks: those of the
-    module of this name, and those of other files.
+    """Yield all faults of that kind of function, in the order of their ranks: those of
+    the module of this name, and those of the Catalogues of other files.
 
     Args:
         function: losses, advantages, kl or logprobs.

@@ -66,7 +66,9 @@ def _first_difference(right: Floats, found: Floats) -> float:
 
 
 def _rotated(right: Floats, places: int) -> Floats:
-    """Return the advantages, moved by so many rows."""
+    """Return the advantages, moved by so many rows: row i has that of row i + places, and
+    the first rows follow the last ones.
+    """
     return [*right[places:], *right[:places]]
 
 
@@ -94,7 +96,14 @@ def _change_of_each(
     *,
     id: str,
 ) -> AdvantageFault:
-    """Make the fault that changes each right advantage by itself."""
+    """Make the fault that changes each right advantage by itself.
+
+    Args:
+        words: what is done otherwise.
+        change: from an advantage and k to the changed one.
+        k: from the right advantages and those found to k; None: k is 0, and not read.
+        id: of the fault.
+    """
     return Fault(
         words,
         AdvantageChange(lambda batch, right, k: [change(x, k) for x in right], k=k),
@@ -105,7 +114,17 @@ def _change_of_each(
 def _other_estimator(
     words: str, name: str, ddof: int, applies_to: tuple[str, ...], id: str
 ) -> AdvantageFault:
-    """Make the fault that another estimator takes the place of one of those that it applies to."""
+    """Make the fault that another estimator takes the place of one of those that it
+    applies to.
+
+    Args:
+        words: what is done otherwise.
+        name: of the other estimator.
+        ddof: of its variance: 1 divides by n - 1, 0 by n; not read where it divides by no
+            standard deviation.
+        applies_to: the estimators whose place it takes.
+        id: of the fault.
+    """
     if name not in exact.DIVIDED_BY_STD:
         return Fault(
             words,
@@ -467,7 +486,7 @@ def _centred(centre: str, where: str, batch: RewardBatch) -> Rows:
 
 @lru_cache(4096)
 def _spread(spread: Spread, where: str, batch: RewardBatch, c: Rows) -> Rows:
-    """Return the spread of these rows, for each row."""
+    """Return the square of the divisor of these rows, for each row."""
     return spread(KEYS[where](batch), batch.R, c)
 
 
@@ -570,7 +589,9 @@ def _less_mean_over_tokens(batch: RewardBatch, right: Floats, k: float) -> Rows:
 
 
 def _variance_over_tokens(ddof: int, batch: RewardBatch, c: Rows) -> Rows:
-    """Return the variance over all tokens, for each response."""
+    """Return the variance of the centered rewards over all tokens, the same for each
+    response.
+    """
     return [exact.variance(_centred_reward_of_tokens(batch), ddof)] * len(c)
 
 

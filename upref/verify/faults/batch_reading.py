@@ -158,7 +158,7 @@ LONGEST = 40  # tokens of the longest response on which `left_out` measures
 
 
 def moved(x: Tensor, by: int) -> Tensor:
-    """Move each row by so many places to the right, or to the left where `by` is
+    """Return each row moved by so many places to the right, or to the left where `by` is
     negative. Zeros fill the places that are left.
     """
     result = torch.zeros_like(x)
@@ -172,8 +172,8 @@ def moved(x: Tensor, by: int) -> Tensor:
 
 
 def moved_with_edge(x: Tensor, by: int) -> Tensor:
-    """Move each row by one place to the right, or to the left where `by` is negative. The
-    number at the edge stays there too.
+    """Return each row moved by one place to the right, or to the left where `by` is
+    negative. The number at the edge stays there too.
     """
     if by > 0:
         return torch.cat([x[:, :1], x[:, :-1]], 1)
@@ -557,7 +557,8 @@ def _slope_of_bonus(batch: Rollouts) -> Tensor:
 def reweighted(case: LossCase) -> Iterator[LossFault]:
     """Yield the faults with a number that is measured on policy: a factor on A by its
     sign, by the length of the response or by the position of the token; a bound on A; a
-    number that is added to A; a factor on log-probabilities; a bonus.
+    number that is added to A; a factor on log-probabilities; a bonus. The number is
+    fitted, so that a fault may be yielded that the loss does not have.
 
     Args:
         case: the loss and its objective.
@@ -692,7 +693,9 @@ def _added_to_old_probability(added: float) -> LossFault:
 
 
 def _has_ratio(case: LossCase, batch: Rollouts) -> bool:
-    """Return whether the objective's weights on a batch depend on π_old."""
+    """Return whether the objective's weights on a batch change where every π_old is a
+    little smaller.
+    """
     older = batch.but(logp_old=batch.logp_old - 0.05)
     weights = [unit_weights(case.objective, x, case.hp) for x in (batch, older)]
     return not torch.equal(*weights)
@@ -734,6 +737,8 @@ def _factors_on_log_probs(case: LossCase, slope: float) -> Iterator[LossFault]:
 
 def clipped(case: LossCase, times: float = 1.0) -> LossFault:
     """Make the fault that advantages are clipped to the largest weight found on policy.
+    The bound is infinite if no advantage of the batch is clipped, and 0 if the loss refuses
+    the batch.
 
     Args:
         case: the loss and its objective.
@@ -758,7 +763,7 @@ def clipped(case: LossCase, times: float = 1.0) -> LossFault:
 def left_out(case: LossCase, batch: Rollouts | None = None) -> Iterator[LossFault]:
     """Yield the faults that tokens beyond a limit do not train: a limit on a position,
     a length or a log-probability. It must separate the tokens with a weight from those
-    without one.
+    without one; nothing is yielded where none does, or where the loss refuses the batch.
 
     Args:
         case: the loss and its objective.
@@ -829,7 +834,8 @@ HALVINGS = 50  # of an interval of log-probabilities, or of log-ratios
 
 def floored(case: LossCase) -> Iterator[LossFault]:
     """Yield the faults that log-probabilities, of π_θ alone or of both policies, are at
-    least a number. It is measured on policy.
+    least a number. It is measured on policy; nothing is yielded if no rare token loses its
+    gradient there.
 
     Args:
         case: the loss and its objective.
@@ -865,7 +871,10 @@ def bisected(holds: Callable[[float], bool], no: float, yes: float) -> float:
     Args:
         holds: the condition on a number.
         no: a number for which it does not hold.
-        yes: a number for which it holds.
+        yes: a number for which it holds, above or below the other one.
+
+    Returns:
+        The number next to the turn for which it holds.
     """
     for _ in range(HALVINGS):
         middle = (no + yes) / 2

@@ -143,10 +143,12 @@ LOG_OLD = -5.0  # log π_old of these tokens: log π_θ is below 0 too
 
 def rejected_by_ratio(case: LossCase) -> Iterator[LossFault]:
     """Yield the faults that tokens are rejected by their ratio π_θ/π_old, and that the
-    divisor counts them or does not. The bounds are measured.
+    divisor counts them or does not. The bounds are measured. Nothing is yielded if no
+    token loses its gradient, if the loss refuses such tokens, or for an objective whose
+    ratio is not that of a token.
 
     Args:
-        case: the loss and its objective, of tokens.
+        case: the loss and its objective.
     """
     if case.objective.level != "token":
         return
@@ -207,7 +209,10 @@ def rejected_by_ratio(case: LossCase) -> Iterator[LossFault]:
         r = torch.where(batch.mask, batch.logp - batch.logp_old, 0).exp()
         return r * batch.adv * factor(batch) / case.factors(batch)
 
-    sides = [f"below {low:g}" if low else "", f"above {high:g}" if high < 9e9 else ""]
+    sides = [
+        f"below {low:g}" if low else "",
+        f"above {high:g}" if high < math.inf else "",
+    ]
     rejected = (
         f"tokens whose ratio π_θ/π_old is {' or '.join(filter(None, sides))} are rejected, "
         "for both signs of A: they have no gradient"
@@ -446,8 +451,14 @@ def group_order_faults(case: LossCase) -> Iterator[LossFault]:
 
 
 def _aggregated(case: LossCase, words: str, factor: ByToken, id: str) -> LossFault:
-    """Make the fault that the objective's weights have another factor than that of the
-    aggregation.
+    """Make the fault that the objective's weights are multiplied by another factor than
+    that of the loss's aggregation.
+
+    Args:
+        case: the loss and its objective.
+        words: what is done otherwise.
+        factor: from a batch to the other factor, [B, T] or [B, 1].
+        id: of the fault.
     """
 
     def weigh(batch: Rollouts) -> Tensor:
@@ -623,8 +634,8 @@ def equal_length_faults(case: LossCase) -> Iterator[LossFault]:
     """
 
     def over_width(batch: Rollouts, least_rows: int) -> Tensor:
-        """Return the factor that is divided by T where all lengths are equal, and the
-        objective's own elsewhere.
+        """Return the factor that is divided by T where all lengths are equal and there are
+        at least so many rows, and the objective's own elsewhere.
         """
         lengths = _length(batch)
         is_equal = bool((lengths == lengths[:1]).all()) and len(lengths) >= least_rows
@@ -717,7 +728,9 @@ def _rounded(case: LossCase) -> Iterator[LossFault]:
 def _changed_lengths(
     case: LossCase, lengths: Tensor, multiples: Tensor
 ) -> Iterator[LossFault]:
-    """Yield the faults of a length with a number that is measured.
+    """Yield the faults of a length with a number that is measured: one that is added to
+    each length or to the number of tokens, or the least that a length counts as. Each is
+    yielded only if one such number explains all responses.
 
     Args:
         case: the loss and its objective.

@@ -117,7 +117,9 @@ def _mean_over_row(lp: Tensor, ref: Tensor, k: Formula) -> Tensor:
 
 
 def _at_moved_reference(lp: Tensor, ref: Tensor, k: Formula, places: int) -> Tensor:
-    """Return an estimator with log π_ref moved to the left by so many places."""
+    """Return an estimator with log π_ref moved by so many places to the right; what leaves
+    a row comes in on its other side.
+    """
     return k(lp, ref.roll(places, -1))
 
 

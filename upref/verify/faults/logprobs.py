@@ -9,6 +9,7 @@ One file: a catalogue is read as one.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,7 +59,7 @@ RIGHT = Stages()
 
 
 def fault(words: str, *, id: str, **stages: Any) -> LogprobFault:
-    """Make a fault of the stages that it replaces."""
+    """Make a fault of the stages that it replaces, which are fields of Stages."""
     return Fault(words, Stages(**stages), id=id)
 
 
@@ -68,7 +69,7 @@ def is_same(one: LogprobFault, other: LogprobFault) -> bool:
 
 
 def states(problem: Problem) -> Tensor:
-    """Return the logits y, before the softcap and the temperature."""
+    """Return the logits y of a problem, before the softcap and the temperature, [.., V]."""
     y = problem.x if problem.weight is None else problem.x @ problem.weight.T
     return problem.logit_scale * (y if problem.bias is None else y + problem.bias)
 
@@ -107,7 +108,16 @@ def _clamped_logits(y: Tensor, problem: Problem, bound: float) -> Tensor:
 
 
 def solved(problem: Problem, f: Stages = RIGHT) -> KernelOutcome:
-    """Compute outputs and gradients in float64 by autograd, with the stages of f."""
+    """Compute outputs and gradients in float64 by autograd, with the stages of f.
+
+    Args:
+        problem: the inputs, in any dtype.
+        f: the stages that are replaced; by default none, which is the reference.
+
+    Returns:
+        By name: "log-prob" and "entropy"; and, if the problem has an upstream gradient,
+        "gradient of hidden" and "gradient of weight", or "gradient of logits".
+    """
     problem = problem.to(torch.float64)
     leaves = {k: v.detach().requires_grad_() for k, v in problem.leaves.items()}
     differentiable = replace(
@@ -170,7 +180,8 @@ def _p_log_p(H: Tensor, x: Tensor, lp: Tensor) -> Tensor:
 
 def _read_as_contiguous(u: Tensor) -> Tensor:
     """Return the tensor as code reads it that ignores strides: the numbers in memory
-    from its first one on.
+    from its first one on, in the same shape. Where memory holds fewer numbers, the first
+    one stands for all.
     """
     room = u.untyped_storage().nbytes() // u.element_size() - u.storage_offset()
     if room < u.numel():  # expanded from fewer numbers
@@ -242,13 +253,13 @@ def clamped(eps: float) -> Callable[[Tensor, Problem], Tensor]:
 
 
 def largest(k: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that keeps the k largest logits alone."""
+    """Return a function from logits [.., V] to the k largest ones, [.., k]."""
     return lambda x: x.topk(k).values
 
 
 def shifted(by: int, rows: int) -> Callable[[Problem], Problem]:
     """Return the stage `given` that moves the logits (rows = 1) or the tokens
-    (rows = 0) by `by` places.
+    (rows = 0) of each response by `by` places; what leaves it comes in at its other end.
     """
     return lambda p: replace(
         p, tokens=p.tokens.roll(by * (1 - rows), -1), x=p.x.roll(by * rows, -2)
@@ -641,8 +652,9 @@ PLAIN = (
 
 
 def known(problem: Problem) -> Iterator[LogprobFault]:
-    """Yield all known faults. Those of code that cuts the vocabulary or the tokens into
-    tiles have the sizes that cut this problem.
+    """Yield all known faults, in the order in which they are tried: PLAIN first, then the
+    sizes of tiles, the largest first. Those of code that cuts the vocabulary or the tokens
+    into tiles have the sizes that cut this problem.
     """
     yield from PLAIN
     V = _vocabulary_size(problem)
@@ -672,10 +684,17 @@ def _normalizer_fault(
 
 
 def _column_tile_faults(V: int, n: int) -> Iterator[LogprobFault]:
-    """Yield the faults of a kernel with tiles of n columns of V, the vocabulary."""
+    """Yield the faults of a kernel with tiles of n columns.
+
+    Args:
+        V: the ids of the vocabulary.
+        n: the columns of a tile. Faults of a last, partial tile are left out where there
+            is none.
+    """
     full_columns = V // n * n
-    padded_columns = -(-V // n) * n
+    padded_columns = math.ceil(V / n) * n
     start_of_last = (V - 1) // n * n
+    # more columns of padding than the vocabulary has are tried for small tiles alone
     if V < padded_columns <= 2 * V + 8 or V < n <= 128:
 
         def with_padding(x: Tensor) -> Tensor:
@@ -690,7 +709,7 @@ def _column_tile_faults(V: int, n: int) -> Iterator[LogprobFault]:
         )
 
     def is_missed(ids: Tensor) -> Tensor:
-        """Mark tokens that are the last id of a tile, or of the vocabulary."""
+        """Mark the tokens whose id is the last of a tile, or of the vocabulary."""
         return (ids % n == n - 1) | (ids == V - 1)
 
     tile_words = f"each tile of {n} columns" if n < V else "the vocabulary"
@@ -743,18 +762,20 @@ def _sum_without_rescaling(x: Tensor, n: int, factor: Tensor | None = None) -> T
     maximum_so_far = (
         torch.stack([tile.amax(-1) for tile in x.split(n, -1)], -1).cummax(-1).values
     )
-    exponentials = (
-        x - maximum_so_far.repeat_interleave(n, -1)[..., : x.shape[-1]]
-    ).exp()
-    return (
-        maximum_so_far[..., -1] + exponentials.sum(-1).log()
-        if factor is None
-        else (exponentials * factor).sum(-1)
-    )
+    maximum_of_column = maximum_so_far.repeat_interleave(n, -1)[..., : x.shape[-1]]
+    exponentials = (x - maximum_of_column).exp()
+    if factor is None:
+        return maximum_so_far[..., -1] + exponentials.sum(-1).log()
+    return (exponentials * factor).sum(-1)
 
 
 def _token_tile_faults(shape: torch.Size, n: int) -> Iterator[LogprobFault]:
-    """Yield the faults of a kernel with tiles of n tokens."""
+    """Yield the faults of a kernel with tiles of n tokens, where n tokens cut this shape.
+
+    Args:
+        shape: of the tokens.
+        n: the tokens of a tile.
+    """
     N = shape.numel()
     index = torch.arange(N).reshape(shape)
     is_in_last = index >= N // n * n
@@ -786,9 +807,12 @@ def _token_tile_faults(shape: torch.Size, n: int) -> Iterator[LogprobFault]:
             size=n,
             y=without_weight_gradient_of(is_in_last),
         )
-    for which, rows in (
-        (("first", index >= n), ("last", index < (N - 1) // n * n)) if n < N else ()
-    ):
+    if n >= N:
+        return
+    # the rows that give the weight no gradient: all but those of one tile
+    all_but_first = index >= n
+    all_but_last = index < (N - 1) // n * n
+    for which, rows in (("first", all_but_first), ("last", all_but_last)):
         yield fault(
             f"the weight's gradient has the {which} tile of {n} tokens alone",
             id=f"weight-gradient-of-{which}-rows-alone",

@@ -99,6 +99,10 @@ class Change:
     ) -> Tensor:
         """Return the weights dJ_t/dlp_t of the changed objective, before aggregation.
 
+        `weigh` wins over `J`, and `J` over `objective`, `hp` and `scale`. With `J` the
+        objective keeps its KL term and its sampler's correction. `agg`, `term` and `skip`
+        have no effect here.
+
         Args:
             objective: the objective.
             hp: its hyperparameters.
@@ -156,8 +160,10 @@ def fault(
 
 
 def _weights_of_term(J: Term, batch: Rollouts) -> Tensor:
-    """Return dJ/dlp of each token, [B, T]. Where J has one number for each response,
-    the derivative is multiplied by the length of the response.
+    """Return dJ/dlp of each token, [B, T], 0 on masked slots and where J has no gradient.
+
+    Where J has one number for each response, the derivative is multiplied by the length
+    of the response.
     """
     lp = batch.logp.detach().clone().requires_grad_()
     value = J(lp, batch.logp_old, batch.adv.expand_as(lp), batch.mask)
@@ -176,8 +182,11 @@ def _weights_of_term(J: Term, batch: Rollouts) -> Tensor:
 def _with_sampler_and_kl(
     objective: Objective, hp: dict[str, Any], w: Tensor, batch: Rollouts
 ) -> Tensor:
-    """Return the weights w with the objective's correction for its sampler and its KL
-    term. w are those of a function that replaces the objective's own.
+    """Return the weights w, multiplied by the factors of the objective's sampler
+    correction, less beta times the slope of its KL term, [B, T].
+
+    w are the weights of a function that replaces the objective's own. Without a
+    correction, or without a beta, that step changes nothing.
     """
     factors = objective.factors(batch, **_without_beta(hp))
     if factors is not None:
@@ -198,7 +207,12 @@ NEAR = 1e-5  # |log r| below the narrowest bound
 MODERATE = (-7.0, -1.0, -0.2, 0.2, 1.0, 3.5)  # log r at which the signs of A may differ
 # (π_old, log r) beyond every bound, one of |π_θ - π_old| too
 FAR = {"below": (0.9, -7.0), "above": (5e-4, 7.0)}
-SAME_WEIGHT = 1e-13  # the most by which rounding separates two equal weights
+# the most by which rounding in float64 separates what is equal: two weights near r = 1;
+# a weight at a ratio of FAR from a multiple of that ratio, relative; three weights at a
+# ratio of MODERATE from a line
+SAME_WEIGHT = 1e-13
+ROUNDING_FAR = 1e-9
+ROUNDING_OF_BEND = 1e-12
 
 
 @dataclass(frozen=True)
@@ -283,6 +297,7 @@ def shape_of(objective: Objective, hp: dict[str, Any]) -> Shape:
         hp: its hyperparameters.
     """
     objective, own_hp = _without_sampler(objective, _without_beta(hp))
+    # in the names below: "near" is |log r| = NEAR, "far" is beyond every bound
 
     def token(A: float, mu: float, log_r: float) -> Rollouts:
         """Make a batch of one token with this advantage, π_old and log r."""
@@ -329,7 +344,7 @@ def shape_of(objective: Objective, hp: dict[str, Any]) -> Shape:
     }
     bounded = {
         (A, side): follows_ratio[A]
-        and abs(far[A, side] / (at_1[A] * math.exp(log_r)) - 1) > 1e-9
+        and abs(far[A, side] / (at_1[A] * math.exp(log_r)) - 1) > ROUNDING_FAR
         for A in SIGNS
         for side, (_, log_r) in FAR.items()
     }
@@ -343,7 +358,7 @@ def shape_of(objective: Objective, hp: dict[str, Any]) -> Shape:
         ignores_ratio=ignores_ratio,
         bounded=bounded,
         zero_beyond={key: bounded[key] and far[key] == 0 for key in bounded},
-        depends_on_sign=any(abs(bend(log_r)) > 1e-12 for log_r in MODERATE),
+        depends_on_sign=any(abs(bend(log_r)) > ROUNDING_OF_BEND for log_r in MODERATE),
         has_constant_weight=all(follows_ratio.values())
         and _is_linear(objective, own_hp),
         value_is_masked=not value_far_above.any(),
@@ -370,8 +385,8 @@ def _without_sampler(
 
 
 def _is_linear(objective: Objective, hp: dict[str, Any]) -> bool:
-    """Return whether the gradient of the objective's function is a constant for
-    autograd.
+    """Return whether the gradient of the objective's function is a constant for autograd
+    at r = exp(0.1), for A = 1 and A = -1. A function without a gradient counts as one.
     """
     lp = torch.tensor([[-1.0], [-1.0]], dtype=torch.float64).requires_grad_()
     old = lp.detach() - 0.1
@@ -467,8 +482,10 @@ def known(
         # the first pair is the objective's own
         at_bounds = _words_for_bounds(form) if number else ""
         for family in sorted(FAMILIES, key=lambda family: family.rank):
+            if not family.applies(form):
+                continue
             rank = RANKS_OF_A_PAIR * (1 + number) + family.rank
-            for known_fault in family.faults(form) if family.applies(form) else ():
+            for known_fault in family.faults(form):
                 words = known_fault.words + at_bounds
                 yield replace(known_fault, words=words, rank=rank)
 
@@ -479,8 +496,15 @@ RANKS_OF_A_PAIR = 1000  # more than any rank of FAMILIES, and than faults withou
 def _pairs_of_bounds(
     hp: dict[str, Any], bounds: list[float]
 ) -> list[tuple[float, float]]:
-    """Return eps_low and eps_high of the objective, then those at which the wrong loss
-    was seen to change, on either side of r = 1.
+    """Return pairs (eps_low, eps_high), each once: the objective's own first, then all
+    combinations with those at which the wrong loss was seen to change, at most
+    MEASURED_BOUNDS on either side of r = 1. A missing hyperparameter counts as 0.2, or as
+    that of the other side.
+
+    Args:
+        hp: hyperparameters of the objective.
+        bounds: the ratios at which the wrong loss was seen to change. One of 10 or more
+            is left out.
     """
     own_low = hp.get("eps_low", hp.get("eps", 0.2))
     own_high = hp.get("eps_high", hp.get("eps", hp.get("eps_low", 0.2)))
@@ -491,7 +515,9 @@ def _pairs_of_bounds(
 
 
 def _words_for_bounds(form: "ClippedForm") -> str:
-    """Return the words for bounds that are not the objective's own."""
+    """Return what is added to the words of a fault that is tried at bounds that are not
+    the objective's own, such as " (with bounds 0.9 and 1.1, not 0.8 and 1.28)".
+    """
     hp = form.hp
     (own_low, own_high), *_ = _pairs_of_bounds(hp, [])
     not_own = ""
@@ -562,7 +588,9 @@ def _faults_without_bounds(
 def _weights_at_ratio_of_reference(
     objective: Objective, hp: dict[str, Any], batch: Rollouts
 ) -> Tensor:
-    """Return the weights where the ratio is π_ref/π_θ, which falls with π_θ."""
+    """Return the weights, the KL term included, where the objective's ratio is
+    π_ref/π_θ, [B, T]. It falls with π_θ: the slope of the term has the opposite sign.
+    """
     own_hp = _without_beta(hp) | {"beta": 0.0}
     of_reference = batch.but(logp=batch.logp_ref, logp_old=batch.logp)
     of_term = -unit_weights(objective, of_reference, own_hp)
@@ -891,7 +919,8 @@ def ratio_power_faults(
 ) -> Iterator[LossFault]:
     """Yield the fault that the ratio is taken to the power k.
 
-    An objective without a ratio does not have it: there, k is a factor on the loss.
+    Nothing is yielded if k is 1 to 1e-5, or if on neither side a bound takes the
+    objective's gradient away: then k may as well be a factor on the loss.
 
     Args:
         objective: the objective.
@@ -933,7 +962,7 @@ def _trains_at_ends(
     """Return whether the objective's term has a gradient at r = 1, and whether it has
     one far beyond the bound on this side, "lower" (with A < 0) or "upper" (with A > 0).
     """
-    likely, rare = -0.01, -21.0  # log-probabilities
+    likely, rare = -0.01, -21.0  # log-probabilities: r is exp(-21) or exp(21) beyond
     lp = torch.tensor([[likely], [rare if side == "lower" else likely]])
     old = torch.tensor([[likely], [likely if side == "lower" else rare]])
     A = torch.full_like(lp, -1.0 if side == "lower" else 1.0)
@@ -1041,7 +1070,9 @@ class ClippedForm:
         return r.clamp(max=self.upper)
 
     def caps(self) -> tuple[tuple[str, Callable[[Tensor], Tensor]], ...]:
-        """Return the two ways to bound a weight, each with its participle."""
+        """Return the two ways to bound a weight, each after the word for it: "clipped"
+        with `clip`, "truncated" with `cap`.
+        """
         return ("clipped", self.clip), ("truncated", self.cap)
 
     def ppo(self, r: Tensor, A: Tensor) -> Tensor:
@@ -1049,7 +1080,9 @@ class ClippedForm:
         return minimum(r * A, self.clip(r) * A)
 
     def term(self, formula: Callable[..., Any]) -> Term:
-        """Return the Term of a function of (r, A, log π_θ)."""
+        """Return a Term, which takes (lp, lp_old, A, mask), from a function of (r, A,
+        log π_θ).
+        """
         return lambda lp, old, A, m: formula(self.ratio(lp, old, m), A, lp)
 
 
@@ -1240,7 +1273,8 @@ def _lone_term_faults(form: ClippedForm) -> Iterator[LossFault]:
 
 def _other_sign_faults(form: ClippedForm) -> Iterator[LossFault]:
     """Yield the fault that an objective with a term for one sign of A alone has that
-    term for the other sign too.
+    term for the other sign too. Nothing is yielded for an objective that trains both
+    signs, or one with one term per response (seq-mean).
     """
     objective = form.objective
     j = form.own_term()
@@ -1925,7 +1959,7 @@ def _words_beyond(ratio: str, bound: float, how: str, only_negative: bool) -> st
 
 # ---- the families of faults ----------------------------------------------------------
 def _always(form: ClippedForm) -> bool:
-    """Return that every objective may have the fault."""
+    """Return True: every objective may have the fault."""
     return True
 
 

@@ -199,9 +199,11 @@ def _scaled_shares(batch: Rollouts, x: Tensor) -> Tensor:
     group = _group_ids(batch)
     sum_of_response = torch.where(batch.mask, x, 0).sum(1)
     is_same_group = group[:, None] == group
-    log_share = sum_of_response - sum_of_response.expand_as(is_same_group).masked_fill(
+    # row i has the sums of the group of response i, and -inf for other responses
+    sums_of_group = sum_of_response.expand_as(is_same_group).masked_fill(
         ~is_same_group, -torch.inf
-    ).logsumexp(1)
+    )
+    log_share = sum_of_response - sums_of_group.logsumexp(1)
     return (_group_size(batch) * log_share.exp()[:, None]).expand_as(batch.mask)
 
 

@@ -232,7 +232,8 @@ class FormulaCase:
         why: str | Cause = "",
     ) -> Iterator[Finding]:
         """Yield a failure if the function differs on a batch, with a smaller batch that
-        shows it.
+        shows it, at the number that differs most there. Its cause is the first known
+        fault that fits, else a common factor, else none.
 
         Args:
             oracle: the name of the oracle.
@@ -406,7 +407,7 @@ def alike(expected: Tensor, found: Tensor, tol: float, least: float = 0.0) -> bo
 
 
 def worst(expected: Tensor, found: Tensor) -> tuple[int, ...]:
-    """Return the index of the number that differs most.
+    """Return the index of the number that differs most, relative as of `relative_errors`.
 
     Args:
         expected: any shape.
@@ -524,7 +525,8 @@ def _as_with_a_fault(
     found: Tensor,
 ) -> FormulaCase:
     """Return the case of a wrong function at the first settings at which a known fault
-    has the numbers found on the first problem; else at the first settings.
+    has the numbers found on the first problem; else at the first settings. Its tolerance
+    is that of float32.
     """
     for settings in grid:
         case = make(function, settings, FLOAT32_TOL)

@@ -251,8 +251,9 @@ def _share_of_token(inputs: Inputs) -> float:
 
 
 def _derive(is_sampled: bool, inputs: Inputs, settings: Settings) -> dict[str, Tensor]:
-    """Add log-probabilities of the logits, at the temperature, and the teacher's k most
-    likely tokens; of sampled tokens those of the old policy, which is the student.
+    """Return the inputs with log-probabilities of the logits, at the temperature, and the
+    teacher's k most likely tokens; of sampled tokens with those of the old policy alone,
+    which is the student, detached.
     """
     out = dict(inputs)
     if is_sampled:
@@ -271,6 +272,9 @@ def _derive(is_sampled: bool, inputs: Inputs, settings: Settings) -> dict[str, T
 
 
 # ---- faults --------------------------------------------------------------------------
+# In the formulas below q is log π of the student and p is log π_T of the teacher, of each
+# token of the vocabulary [B, T, V] or of the sampled one [B, T]; x are the inputs, s the
+# settings.
 def _log_probs(inputs: Inputs, settings: Settings) -> tuple[Tensor, Tensor]:
     """Return log π and log π_T at the temperature, [B, T, V]."""
     temperature = settings["temperature"]
@@ -279,7 +283,9 @@ def _log_probs(inputs: Inputs, settings: Settings) -> tuple[Tensor, Tensor]:
 
 
 def _other(name: str, inputs: Inputs, settings: Settings) -> Tensor:
-    """Return the divergence of this name, its own settings at their defaults."""
+    """Return the divergence of this name, [B, T]. What only it has as a setting is at its
+    default.
+    """
     d = distillation.get(name)
     values = {k: v for k, v in settings.items() if k in d.hyperparameters}
     return d(inputs["student_logits"], inputs["teacher_logits"], **values)
@@ -288,7 +294,9 @@ def _other(name: str, inputs: Inputs, settings: Settings) -> Tensor:
 def _scaled(
     name: str, student: float, teacher: float, inputs: Inputs, settings: Settings
 ) -> Tensor:
-    """Return the divergence at other temperatures: powers of the right one."""
+    """Return the divergence with the logits of student and teacher multiplied by these
+    powers of the temperature: a power of 1 undoes the division by it.
+    """
     temperature = settings["temperature"]
     changed = {
         **inputs,
@@ -454,14 +462,16 @@ def _bounded(
     inputs: Inputs,
     settings: Settings,
 ) -> Tensor:
-    """Return the losses of tokens, clamped."""
+    """Return the losses of tokens, clamped; None: no bound on that side."""
     return loss(inputs, settings).clamp(low, high)
 
 
 def _with_teacher_moved(
     name: str, places: int, inputs: Inputs, settings: Settings
 ) -> Tensor:
-    """Return the divergence from the teacher's distribution of another token."""
+    """Return the divergence from the teacher's distribution that is moved by so many slots
+    to the right; what leaves a row comes in on its other side.
+    """
     moved = inputs["teacher_logits"].roll(places, 1)
     return _other(name, {**inputs, "teacher_logits": moved}, settings)
 
@@ -477,7 +487,7 @@ def _ratio_with_clamp(bound: float, q: Tensor, p: Tensor) -> Tensor:
 
 
 def _beta(d: Distillation, settings: Settings) -> dict[str, float]:
-    """Return the setting that only jsd has."""
+    """Return β by its name, the setting that only jsd has; {} for another divergence."""
     return {"beta": settings["beta"]} if d.divergence == "jsd" else {}
 
 
@@ -629,7 +639,9 @@ def _jsd_unweighted(q: Tensor, p: Tensor, beta: float) -> Tensor:
 
 
 def _jsd_of_logs(q: Tensor, p: Tensor, beta: float, normalized: bool = False) -> Tensor:
-    """Return the divergence from the mean of log-probabilities."""
+    """Return the divergence whose mixture is the mean of log-probabilities; `normalized`:
+    their softmax, so that its probabilities add up to 1.
+    """
     m = beta * p + (1 - beta) * q
     m = m.log_softmax(-1) if normalized else m
     first = (p.exp() * (p - m)).sum(-1)
@@ -784,7 +796,9 @@ def per_token(name: str) -> PerToken:
 # ---- oracles -------------------------------------------------------------------------
 @oracle("settings", not_run=wrong_already)
 def settings(case: FormulaCase) -> Iterator[Finding]:
-    """Compare at other values of the settings that the function takes."""
+    """Compare at other values of the settings that the function takes, up to the first that
+    fail. A gradient that is right but for the square of the temperature is a note.
+    """
     for other in OTHER:
         changed = {k: v for k, v in other.items() if k in case.function.takes}
         changed = {k: v for k, v in changed.items() if k in case.settings}
@@ -818,7 +832,9 @@ def _is_times_square(case: FormulaCase, at_other: Settings) -> bool:
 
 @oracle("impossible-tokens", not_run=wrong_already)
 def impossible_tokens(case: FormulaCase) -> Iterator[Finding]:
-    """Report a gradient that is not finite where both policies forbid a token."""
+    """Note that other gradients are not finite where both policies forbid a token, by
+    logits of -inf, or that such logits are refused.
+    """
     if "student_logits" not in case.function.reads or case.name in SAMPLED:
         return
     inputs = {}
@@ -947,7 +963,9 @@ def check_distillation(
 
 
 def _require_inputs(function: NamedFunction, is_sampled: bool) -> None:
-    """Refuse a function that lacks a student or a teacher."""
+    """Raise InputError for a function that lacks a student or a teacher, or that takes an
+    old policy beside logits.
+    """
     pairs = (
         [{"log_prob"}, {"teacher_log_prob"}]
         if is_sampled
@@ -977,7 +995,13 @@ def _choose_case(
     own: Settings,
     given: Settings,
 ) -> tuple[FormulaCase, bool]:
-    """Choose how inputs are passed, and the settings."""
+    """Choose how inputs are passed, and the settings, as `choose_case` does; the first way
+    in which the function runs tells whether it is unreduced. A sampled form whose weights
+    have 1 added is compared with that.
+
+    Raises:
+        InputError: the function refuses every way.
+    """
     grid = _grid(function, own, given)
     is_sampled = divergence in SAMPLED
     has_mask = bool({"mask", "labels"} & function.reads)

@@ -116,7 +116,8 @@ def scalar(name: str, outcome: Called, inputs: Inputs) -> Tensor:
 
 def _loss_in(returned: Any) -> Any:
     """Return the loss in what a function returned: the value itself, the first of a
-    tuple, or the entry "loss" of a dictionary.
+    tuple, or the entry "loss" of a dictionary; without that entry, the first whose name
+    contains "loss", or None.
     """
     if isinstance(returned, tuple) and returned:
         return returned[0]
@@ -166,7 +167,8 @@ def gradient_of_outcome(
 def aggregation_faults(
     per_token: PerToken, role: str, own: str
 ) -> Iterator[Fault[Formula]]:
-    """Yield the faults that the numbers are summed in another way.
+    """Yield the faults that the numbers are summed in another way, or over other slots;
+    none for a loss that is unreduced.
 
     Args:
         per_token: the loss of each token.
@@ -209,7 +211,8 @@ def _by_lengths(formula: Formula) -> Formula:
 
 
 def first_slots(mask: Tensor) -> Tensor:
-    """Return a mask of as many slots of each response, from its first one on.
+    """Return a mask of as many slots of each response as this one has, but from the first
+    column on, [B, T].
 
     Args:
         mask: [B, T].
@@ -289,7 +292,7 @@ def value_oracle(expected: Callable[[Inputs, Settings], float]) -> Oracle:
 
     @oracle("value", not_run=wrong_already)
     def value(case: FormulaCase) -> Iterator[Finding]:
-        """Report a value that differs."""
+        """Note the value on the first problem where it differs."""
         for problem in case.problems:
             outcome, inputs = case.call(problem)
             found = scalar(case.function.name, outcome, inputs).item()
@@ -320,7 +323,9 @@ def determinism(case: FormulaCase) -> Iterator[Finding]:
 
 @oracle("mutation")
 def mutation(case: FormulaCase) -> Iterator[Finding]:
-    """Report what the function changes or prints, with padding and without."""
+    """Report what the function changes or prints on the first three problems, with padding
+    and without.
+    """
     calls = (case.call(problem)[0] for problem in case.problems[:3])
     yield from untouched_on(calls, WRITES)
 
@@ -333,7 +338,9 @@ def gradient(case: FormulaCase) -> Iterator[Finding]:
 
 @oracle("batches", not_run=wrong_already)
 def batches(case: FormulaCase) -> Iterator[Finding]:
-    """Compare on the other batches: padding, holes, sizes."""
+    """Compare on the other batches, with padding, holes or other sizes, up to the first
+    that differs.
+    """
     for problem in case.problems[1:]:
         yield from case.compare("batches", problem)
         if case.failed or case.differs(problem):
@@ -350,7 +357,9 @@ def constant_input(role: str, called: str) -> Oracle:
 
     @oracle("stop-gradient", not_run=wrong_already)
     def stop_gradient(case: FormulaCase) -> Iterator[Finding]:
-        """Note that a gradient would flow."""
+        """Note that a gradient would flow, if the function takes the input and returns a
+        loss that depends on it.
+        """
         if role not in case.function.reads:
             return
         inputs = dict(case.inputs(case.problems[0]))
@@ -385,7 +394,9 @@ def nan_oracle(roles: Sequence[str]) -> Oracle:
 
     @oracle("masked-values", not_run=wrong_already)
     def masked_values(case: FormulaCase) -> Iterator[Finding]:
-        """Note that NaN reaches trained tokens."""
+        """Note for each input that NaN in it reaches trained tokens, on the first problem
+        with padding. An input with which the function raises is left out.
+        """
         padded = [p for p in case.problems if not bool(p.inputs["mask"].all())]
         if not case.has_mask or not padded:
             return

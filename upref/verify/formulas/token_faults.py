@@ -198,7 +198,9 @@ class Recursion:
         return torch.where(mask, out, 0)
 
     def _behind(self, inputs: Inputs, V: Tensor, gamma: float) -> Tensor:
-        """Return the value behind each response, [N]."""
+        """Return the value behind each response, [N]. It is divided by γ beforehand where
+        the recursion should not multiply it by γ.
+        """
         if self.bootstrap == "wraps":
             return V[:, 0]
         zeros = torch.zeros(len(V), dtype=torch.float64)
@@ -502,7 +504,18 @@ def _whitened_rows(A: Tensor, mask: Tensor, ddof: int = 1) -> Tensor:
 def _normalized(
     x: Tensor, mask: Tensor, ids: Tensor, settings: Settings, centred: bool = False
 ) -> Tensor:
-    """Return x among the trained slots of one id: normalized, or its mean subtracted."""
+    """Return x, normalized among the trained slots of one id, [N, K].
+
+    Args:
+        x: rewards or returns, [N, K].
+        mask: True on trained slots, [N, K].
+        ids: the id of each slot, [N, K, parts of an id].
+        settings: ddof and eps of the standard deviation.
+        centred: whether the mean is subtracted, and nothing divides.
+
+    Returns:
+        0 on slots that are left out, and on a slot whose id no other slot has.
+    """
     out = torch.zeros_like(x)
     for one in torch.unique(ids[mask], dim=0):
         is_one = mask & (ids == one).all(-1)
@@ -772,7 +785,7 @@ def _teacher_faults(name: str) -> Iterator[TokenFault]:
     """Yield the faults of returns of a teacher's log-probabilities."""
 
     def rewards(inputs: Inputs, masked: bool = True) -> Tensor:
-        """Return log π_teacher - log π."""
+        """Return log π_teacher - log π, [N, K]; `masked`: 0 on untrained slots."""
         difference = inputs["teacher_log_prob"] - inputs["log_prob"]
         return torch.where(inputs["mask"], difference, 0) if masked else difference
 
@@ -784,7 +797,9 @@ def _teacher_faults(name: str) -> Iterator[TokenFault]:
         return torch.where(inputs["mask"], total, 0)
 
     def through(inputs: Inputs, settings: Settings, masked: bool) -> Tensor:
-        """Return the sum that runs through untrained slots."""
+        """Return the discounted sum that runs through untrained slots, each of which
+        discounts once more.
+        """
         total = torch.zeros(len(inputs["mask"]), dtype=torch.float64)
         r = rewards(inputs, masked)
         out = torch.zeros_like(r)
@@ -1067,7 +1082,7 @@ def _token_baseline(inputs: Inputs, weights: Tensor, lone: bool = False) -> Tens
 
 
 def _clamped(name: str, bound: float) -> TokenFault:
-    """Return the fault that advantages are clamped."""
+    """Make the fault that advantages are clamped to ±bound."""
     return Fault(
         f"advantages are clamped to ±{bound:g}",
         lambda x, s: compute(name, x, s).clamp(-bound, bound),
@@ -1085,7 +1100,7 @@ def _by_lengths(name: str, inputs: Inputs, settings: Settings) -> Tensor:
 
 
 def _other_estimator(name: str) -> TokenFault:
-    """Return the fault that it is this other estimator."""
+    """Make the fault that the function is this other estimator."""
 
     def formula(inputs: Inputs, settings: Settings) -> Tensor:
         """Return its advantages; what only it has is at its first value."""

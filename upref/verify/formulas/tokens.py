@@ -99,7 +99,8 @@ TEACHERS = {"teacher", "ref", "reference", "expert"}
 
 
 def role(name: str) -> str:
-    """Return the input that a name of an argument means, or "".
+    """Return the input that a name of an argument means, or "": the first of the rules
+    below that fits decides.
 
     Args:
         name: of an argument.
@@ -236,14 +237,15 @@ def _inputs(mask: Tensor, group: list[int], seed: int) -> dict[str, Tensor]:
 
     n, k = mask.shape
     rewards = torch.where(mask, eighths(-8, 9, n, k), 0)
-    ends = _behind_last(mask)
+    last = _last_trained_slots(mask)
     inputs = {
         "rewards": rewards,
         "values": eighths(-6, 13, n, k),
         "mask": mask,
         "group": torch.tensor(group),
         "state": torch.tensor(rng.integers(0, 3, (n, k))),
-        "bootstrap": torch.where(ends >= 0, eighths(-6, 13, n), 0) * 0,
+        # no response is truncated; the draw keeps the random numbers of the next inputs
+        "bootstrap": torch.where(last >= 0, eighths(-6, 13, n), 0) * 0,
         "log_prob": -eighths(1, 25, n, k),
         "teacher_log_prob": -eighths(1, 25, n, k),
         "advantages": eighths(-8, 9, n, k),
@@ -256,8 +258,8 @@ def _inputs(mask: Tensor, group: list[int], seed: int) -> dict[str, Tensor]:
     }
 
 
-def _behind_last(mask: Tensor) -> Tensor:
-    """Return the index of the last trained slot of each response, -1 without one."""
+def _last_trained_slots(mask: Tensor) -> Tensor:
+    """Return the index of the last trained slot of each response, [N]; -1 without one."""
     index = torch.arange(mask.shape[1]) * mask
     return torch.where(mask.any(1), index.amax(1), -1)
 
@@ -384,7 +386,9 @@ def values(case: FormulaCase) -> Iterator[Finding]:
 
 @oracle("settings", not_run=wrong_already)
 def settings(case: FormulaCase) -> Iterator[Finding]:
-    """Compare at other values of the settings that the function takes."""
+    """Compare at other values of the settings that the function takes, up to the first that
+    fail.
+    """
     for other in OTHER:
         changed = {k: v for k, v in other.items() if k in case.function.takes}
         changed = {k: v for k, v in changed.items() if k in case.settings}
@@ -414,7 +418,8 @@ def no_holes(case: FormulaCase) -> str:
 @oracle("holes", not_run=no_holes)
 def holes(case: FormulaCase) -> Iterator[Finding]:
     """Compare on responses with untrained slots between trained ones. Whether distances
-    between a student's tokens count these is a convention.
+    between a student's tokens count these is a convention: of an estimator with a teacher
+    a difference is a note.
     """
     if case.name not in TEACHER:
         yield from case.compare("holes", HOLES)
@@ -495,7 +500,9 @@ def _counts_empty_responses(case: FormulaCase) -> bool:
 
 @oracle("untrained-numbers", not_run=no_mask_or_wrong)
 def untrained_numbers(case: FormulaCase) -> Iterator[Finding]:
-    """Report NaN on untrained slots that reaches trained ones."""
+    """Note each input of which NaN on untrained slots reaches trained ones. An input with
+    which the function raises is left out.
+    """
     inputs = PADDED.inputs
     nan = torch.full_like(inputs["values"], torch.nan)
     for r in ("values", "log_prob", "teacher_log_prob"):
@@ -582,7 +589,7 @@ def equal_rewards(case: FormulaCase) -> Iterator[Finding]:
 
 @oracle("untrained-answers", not_run=no_mask_or_wrong)
 def untrained_answers(case: FormulaCase) -> Iterator[Finding]:
-    """Report advantages that are not 0 on untrained slots."""
+    """Note that advantages are not 0 on untrained slots."""
     base = HOLES if HOLES in case.problems else PADDED
     A = _tensor(case.function.name, case.call(base)[0].returned)
     outside = A[~base.inputs["mask"]]
@@ -610,7 +617,9 @@ def mutation(case: FormulaCase) -> Iterator[Finding]:
 
 @oracle("stop-gradient", not_run=wrong_already)
 def stop_gradient(case: FormulaCase) -> Iterator[Finding]:
-    """Report a gradient that flows through advantages from the policy that trains."""
+    """Note that a gradient flows through the advantages into log_prob, of an estimator with
+    a teacher.
+    """
     if case.name not in TEACHER or "log_prob" not in case.function.reads:
         return
     log_prob = FULL.inputs["log_prob"].detach().clone().requires_grad_()

@@ -203,6 +203,8 @@ PROBLEMS = (PLAIN, PADDED, HOLES, LARGE, FAR, TINY, REACHED)
 
 
 # ---- faults --------------------------------------------------------------------------
+# In the formulas below V is the value, R the return, `old` V when the data were sampled,
+# `near` V clipped around `old`, c the width of the clip, x the inputs and s the settings.
 def per_token(name: str) -> PerToken:
     """Return the right loss of each token.
 
@@ -224,7 +226,7 @@ def per_token(name: str) -> PerToken:
 def _with_errors(
     combine: Callable[[Tensor, Tensor], Tensor], inputs: Inputs, settings: Settings
 ) -> Tensor:
-    """Return a loss of the errors of the value and of the clipped value."""
+    """Return scale times `combine` of the errors V - R and near - R, [B, T]."""
     V, R, old = inputs["values"], inputs["returns"], inputs["old_values"]
     clip = settings.get("clip", 0.2)
     near = old + (V - old).clamp(-clip, clip)
@@ -232,8 +234,8 @@ def _with_errors(
 
 
 def _larger_in_sum(of_responses: bool, inputs: Inputs, settings: Settings) -> Tensor:
-    """Return the errors of the value or those of the clipped value, whichever are larger
-    in sum.
+    """Return the squared errors of the value or those of the clipped value, whichever are
+    larger in sum, times the scale, [B, T].
 
     Args:
         of_responses: whether the sums of each response are compared, or those of the
@@ -264,7 +266,13 @@ def _with_clip(
     inputs: Inputs,
     settings: Settings,
 ) -> Tensor:
-    """Return the clipped loss with another clipped value."""
+    """Return the clipped loss with another clipped value, [B, T].
+
+    Args:
+        clamp: from (V, R, old, the width of the clip) to the clipped value.
+        inputs: tensors by role.
+        settings: clip and scale.
+    """
     V, R, old = inputs["values"], inputs["returns"], inputs["old_values"]
     near = clamp(V, R, old, settings["clip"])
     return settings["scale"] * torch.maximum((V - R) ** 2, (near - R) ** 2)
@@ -278,7 +286,9 @@ def _within(x: Tensor, center: Tensor, width: Tensor | float) -> Tensor:
 def _whitened_target(
     name: str, ddof: int, inputs: Inputs, settings: Settings
 ) -> Tensor:
-    """Return the loss whose returns are whitened over the trained slots."""
+    """Return the loss whose returns are whitened over the trained slots; the right loss
+    where too few slots train for a variance.
+    """
     returns, mask = inputs["returns"], inputs["mask"]
     trained = returns[mask]
     if len(trained) <= ddof:
@@ -299,12 +309,16 @@ def _root(name: str, agg: str, inputs: Inputs, settings: Settings) -> Tensor:
 def _moved(
     name: str, role: str, places: int, inputs: Inputs, settings: Settings
 ) -> Tensor:
-    """Return the loss with an input of another token."""
+    """Return the loss with one input moved by so many slots to the right; what leaves a
+    row comes in on its other side.
+    """
     return per_token(name)({**inputs, role: inputs[role].roll(places, 1)}, settings)
 
 
 def _words(name: str) -> Iterator[tuple[str, str, PerToken]]:
-    """Yield the words, ids and losses per token of what is done otherwise."""
+    """Yield the words, ids and losses per token of what is done otherwise, in the order in
+    which they are tried.
+    """
     right = per_token(name)
     if name == "clipped":
         yield (
@@ -597,7 +611,12 @@ def check_value(
 def _choose_case(
     function: NamedFunction, loss: str, agg: str, given: Settings
 ) -> tuple[FormulaCase, bool]:
-    """Choose how inputs are passed, and the settings."""
+    """Choose how inputs are passed, and the settings, as `choose_case` does; the first way
+    in which the function runs tells whether it is unreduced.
+
+    Raises:
+        InputError: the function refuses every way.
+    """
     columns = []
     for key, first in SETTINGS[loss].items():
         if key in given:

@@ -149,7 +149,13 @@ def _one_more_or_less(change: int) -> Callable[[Tensor, Problem], Tensor]:
 
 
 def _by_mass(at_least_one: bool, include_next: bool) -> Callable[..., Tensor]:
-    """Return the cut that leaves the crossing token out, or keeps one more."""
+    """Return a cut by mass other than the right one, after top-k. It keeps the likeliest
+    tokens while their mass is at most top_p, which leaves out the token that crosses it.
+
+    Args:
+        at_least_one: whether it keeps the likeliest token in any case.
+        include_next: whether it keeps the crossing token and the one behind it instead.
+    """
 
     def keep(z: Tensor, problem: Problem) -> Tensor:
         """Return the tokens that this cut leaves."""
@@ -397,7 +403,7 @@ class NucleusCase:
         )
 
     def worst(self, problem: Problem, outcome: KernelOutcome, how: Nucleus) -> Worst:
-        """Return the number that differs most.
+        """Return the number that differs most; its error is 0 where all are equal.
 
         Args:
             problem: the inputs.
@@ -422,7 +428,9 @@ class NucleusCase:
         return worst
 
     def cause(self) -> Cause:
-        """Return the known fault that gives all numbers of all problems."""
+        """Return the cause of the first known fault that gives all numbers of all
+        problems; no cause without one.
+        """
         found = first_fitting(FAULTS, lambda known: self.fits(known.change))
         return NO_CAUSE if found is None else found.cause
 
@@ -430,7 +438,9 @@ class NucleusCase:
 # ---- oracles -------------------------------------------------------------------------
 @oracle("nucleus", 10)
 def values_and_gradients(case: NucleusCase) -> Iterator[Finding]:
-    """Compare log-probabilities, entropies and gradients on tokens that are kept."""
+    """Compare log-probabilities, entropies and gradients on tokens that are kept. Yield a
+    failure on the first problem that differs.
+    """
     for words, problem, outcome in case.solve():
         worst = case.worst(problem, outcome, case.how)
         if worst.error <= 1:
@@ -443,7 +453,9 @@ def values_and_gradients(case: NucleusCase) -> Iterator[Finding]:
 
 @oracle("mutation", 20)
 def mutation(case: NucleusCase) -> Iterator[Finding]:
-    """Report inputs that are changed, and what is printed."""
+    """Report inputs that are changed, and what is printed, on the first problem with
+    either.
+    """
     for _, _, outcome in case.solve():
         if outcome.wrote or outcome.printed:
             yield from untouched(outcome)
@@ -451,13 +463,15 @@ def mutation(case: NucleusCase) -> Iterator[Finding]:
 
 
 def _wrong(case: NucleusCase) -> str:
-    """Return why oracles of unusual problems are not run."""
+    """Return why oracles of unusual problems are not run; "" where they are."""
     return "wrong on plain problems already" if "nucleus" in case.failed else ""
 
 
 @oracle("outside", 30, _wrong)
 def outside(case: NucleusCase) -> Iterator[Finding]:
-    """Note what a token gets that the cut leaves out: its log-probability is -inf."""
+    """Note a token that the cut leaves out and that does not get the log-probability -inf.
+    NaN is a failure.
+    """
     _, problem, _ = case.solve()[0]
     keep = case.how.keep(states(problem), problem)
     left_out = torch.where(keep.all(-1), problem.tokens, keep.int().argmin(-1))

@@ -387,7 +387,9 @@ def compared(
 
 @oracle("repeated-backward", not_run=wrong)
 def repeated_backward(case: KernelCase) -> Iterator[Finding]:
-    """Report a second backward pass that has other gradients, or raises."""
+    """Report a second backward pass that has other gradients, as a failure, or that raises,
+    as a note.
+    """
     outcome = case.kernel(problems.random_problem(case.kernel), twice=True)
     difference = outcome.second_backward
     if difference == "different numbers":
@@ -406,7 +408,9 @@ def repeated_backward(case: KernelCase) -> Iterator[Finding]:
 
 @oracle("padding", not_run=wrong)
 def padding(case: KernelCase) -> Iterator[Finding]:
-    """Report NaN in the states of a masked token that reaches other numbers."""
+    """Report NaN in the states of a masked token that reaches other numbers: of other
+    tokens' values a failure, of the weight's gradient a note. A refusal is a note too.
+    """
     problem = problems.masked(
         problems.random_problem(case.kernel, 6, 9, 3, 12), [[1, 1, 1], [1, 0, 0]]
     )
@@ -643,8 +647,8 @@ def bfloat16(case: KernelCase) -> Iterator[Finding]:
 
 
 def _shared_factor(done: KernelOutcome, want: KernelOutcome) -> Iterator[Finding]:
-    """Yield a failure for the first number whose values share a factor, beyond what
-    chance explains.
+    """Yield a failure for the first of SCALED whose values share a factor other than 1,
+    beyond what chance explains.
 
     Rounding goes up as often as down, so over many tokens it leaves no factor. A
     temperature that is a few percent off does.

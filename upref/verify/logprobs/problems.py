@@ -46,7 +46,7 @@ def random_problem(
     shape = (2, N // 2) if N % 2 == 0 else (1, N)
 
     def eighths(*size: int) -> Tensor:
-        """Random multiples of 1/8, which are exact in bfloat16."""
+        """Return random multiples of 1/8, which are exact in bfloat16, in float64."""
         normal = torch.randn(*size, generator=gen, dtype=torch.float64)
         return (8 * normal).round() / 8
 
@@ -341,7 +341,7 @@ def largest(kernel: Kernel, V: int = 262_208) -> dict[str, Problem]:
 
 
 def forbidden(kernel: Kernel) -> dict[str, Problem]:
-    """Two ids with a logit of -inf, which no token has.
+    """Make a problem in which two ids that no token has have a logit of -inf.
 
     Args:
         kernel: the function that will get it.

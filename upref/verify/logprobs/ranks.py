@@ -53,7 +53,10 @@ def shard(problem: Problem, rank: int, ranks: int) -> Problem:
 def _run_rank(
     kernel: Kernel, problem: Problem, rank: int, ranks: int, store: str, pipe: Any
 ) -> None:
-    """One rank: call the kernel on its part of the vocabulary, and send the numbers."""
+    """Be one rank, in a process of its own: call the kernel on the rank's part of the
+    vocabulary, and send its numbers by name through the pipe. An error is sent too: Gone
+    as it is, any other as words.
+    """
     torch.set_num_threads(1)
     os.environ.update(on_loopback())
     try:
@@ -78,7 +81,12 @@ def _run_rank(
 
 def outcomes(kernel: Kernel, problem: Problem, ranks: int) -> list[dict[str, Tensor]]:
     """Run the kernel in gloo processes with the default group, and return the numbers of
-    each.
+    each by name, in float64, in the order of the ranks.
+
+    Args:
+        kernel: the function.
+        problem: a problem of the whole vocabulary, of which each process gets its part.
+        ranks: how many processes share it.
 
     Raises:
         InputError: a process fails.
@@ -123,7 +131,7 @@ def outcomes(kernel: Kernel, problem: Problem, ranks: int) -> list[dict[str, Ten
 
 
 def compared(
-    kernel: Kernel, problem: Problem, ranks: int, off: Callable[..., Any]
+    kernel: Kernel, problem: Problem, ranks: int, worst_number: Callable[..., Any]
 ) -> Iterator[Finding]:
     """Compare each rank's results with those of the whole vocabulary, and its gradients
     with its part of them.
@@ -132,7 +140,7 @@ def compared(
         kernel: the function.
         problem: a problem of the whole vocabulary.
         ranks: how many processes share it.
-        off: KernelCase.off.
+        worst_number: KernelCase.worst_number.
 
     Yields:
         A failure of the first rank that differs; a note on whether the ranks' gradients
@@ -142,8 +150,9 @@ def compared(
     hidden_key = "gradient of hidden"
 
     def worst(numbers: dict[str, Any], expected: dict[str, Tensor]) -> tuple[Any, ...]:
-        """Return the largest error of these numbers of a rank, as `off` gives it."""
-        return off(problem, KernelOutcome(numbers), KernelOutcome(expected), SINGLE_TOL)
+        """Return the largest error of these numbers of a rank, as `worst_number` does."""
+        done, want = KernelOutcome(numbers), KernelOutcome(expected)
+        return worst_number(problem, done, want, SINGLE_TOL)
 
     for rank, found in enumerate(all_outcomes):
         expected = solved(problem).numbers

@@ -58,13 +58,15 @@ def not_split(case: LossCase) -> str:
 
 @oracle("micro-batches", 40, not_split)
 def micro_batches(case: LossCase) -> list[Finding]:
-    """The losses of micro-batches add up to that of the mini-batch.
+    """Compare the summed losses of micro-batches, and their gradients, with those of the
+    mini-batch.
 
     Args:
         case: the loss and its objective.
 
     Returns:
-        A failure at the first way to cut the mini-batch that differs.
+        A failure at the first way to cut the mini-batch whose gradient differs, or a note
+        at the first whose value alone differs; else what `_without_tokens` reports.
     """
     batch = _near_on_policy_batch(case)
     value, gradient = case.kept_value_and_gradient(batch)
@@ -89,8 +91,9 @@ def micro_batches(case: LossCase) -> list[Finding]:
 
 def _without_tokens(case: LossCase, batch: Rollouts) -> list[Finding]:
     """Report a micro-batch of which no token is trained, as a filter leaves it, that adds
-    something to the others. Where a mean is over responses, what such rows count is not
-    defined.
+    something to the others: a gradient is a failure; a value, or a gradient that is not
+    finite, is a note. Where a mean is over responses, what such rows count is not
+    defined, and nothing is compared.
 
     Args:
         case: the loss and its objective.
@@ -171,7 +174,8 @@ def _failure_of_micro_batches(case: LossCase, batch: Rollouts, n: int) -> Findin
 
 
 def _gradient_in_parts(case: LossCase, n: int, batch: Rollouts) -> Tensor:
-    """Return the gradients of n micro-batches, below each other.
+    """Return the gradients of n micro-batches, of one per response at most, below each
+    other, [B, T].
 
     Raises:
         InputError: the batch has no two parts, or no equal ones where the loss takes
@@ -224,14 +228,15 @@ def _differs_from_whole(
     lambda case: "it calls .backward() itself" if case.loss.calls_backward else "",
 )
 def loss_scale(case: LossCase) -> list[Finding]:
-    """The loss times a number, as where gradients are accumulated: a backward pass of
-    its own has to pass that on.
+    """Multiply the loss by each of SCALES, as where gradients are accumulated, and compare
+    its gradient with the multiple: a backward pass of its own has to pass that on.
 
     Args:
         case: the loss and its objective.
 
     Returns:
-        A failure where the gradient does not scale with the loss.
+        A failure at the first factor by which the gradient is not multiplied; nothing
+        where all agree, or where the loss has no gradient.
     """
     batch = _near_on_policy_batch(case)
     loss = case.loss
@@ -267,6 +272,7 @@ def _finding_of_scale(
         return torch.zeros_like(batch.logp) if loss_gradient is None else -loss_gradient
 
     def errors_of(batch: Rollouts) -> Tensor:
+        """Return how far each token is from the factor times the gradient, [B, T]."""
         return gradient_distance(
             gradient_of_scaled_loss(batch),
             factor * case.gradient(batch),
@@ -322,14 +328,15 @@ CONFIRMING_FACTORS = (0.5, 2.0, 100.0, -1.0)
 
 @oracle("one-response", 45)
 def one_response(case: LossCase) -> list[Finding]:
-    """Batches of one response: a denominator of at least 2 shows, a std over rows, what
-    one sign of A hides.
+    """Compare the weights on batches of one response. They show a denominator of at least
+    2, a std over rows, and what one sign of A hides.
 
     Args:
         case: the loss and its objective.
 
     Returns:
-        Findings; none after wrong weights on larger batches.
+        A failure on the first batch that is wrong, or one note if batches are refused.
+        Nothing after wrong weights on larger batches.
     """
     if case.wrong:
         return []
@@ -358,15 +365,17 @@ def one_response(case: LossCase) -> list[Finding]:
 def _case_and_weights(
     case: LossCase, dtype: torch.dtype | None, batch: Rollouts
 ) -> tuple[LossCase, Tensor]:
-    """Return the case and its weights on a batch, in float32 where a dtype is given."""
+    """Return a case and its weights on a batch, [B, T]: the same case where dtype is None;
+    else a copy that is compared as float32, and its weights in float32.
+    """
     return case.singly(batch) if dtype else (case, case.weights(batch))
 
 
 def _unforgiven_errors(
     case: LossCase, dtype: torch.dtype | None, batch: Rollouts
 ) -> Tensor:
-    """Return the error of each weight, [B, T]; 0 where rounding or a clamp may be the
-    reason.
+    """Return the relative error of each weight, [B, T]; 0 where it is at most 10 times the
+    tolerance, or where rounding or a clamp may be the reason.
     """
     compared_case, found = _case_and_weights(case, dtype, batch)
     errors = compared_case.weight_error(batch, found)
@@ -530,14 +539,14 @@ def rank_counts(case: LossCase) -> str:
 
 @oracle("data-parallel", 50, not_parallel)
 def data_parallel(case: LossCase) -> list[Finding]:
-    """K ranks with rows dealt out in turn, so that groups lie on several; the framework
-    averages their gradients.
+    """Compare the gradient of the mini-batch with the average over data-parallel ranks.
+    Rows are dealt out in turn, so that groups lie on several ranks.
 
     Args:
         case: the loss and its objective.
 
     Returns:
-        A failure with the first number of ranks that differs.
+        A failure with the first number of ranks that differs, in the smallest batch.
     """
     batch = _near_on_policy_batch(case)
     _, gradient = case.kept_value_and_gradient(batch)
@@ -608,10 +617,11 @@ def _averaged_gradient(case: LossCase, batch: Rollouts, ranks: int) -> Tensor:
         part = batch.rows(rows, totals)
         if not loss.micro_batchable:
             part = replace(part, totals=None, group=None)
-        scales_by_ranks = loss.reads_ranks or not loss.micro_batchable
-        averaged[rows] = (
-            case.gradient(part, ranks) / ranks * (1 if scales_by_ranks else ranks)
-        )
+        # a loss that gets the whole batch's counts, and not the number of ranks, is
+        # multiplied by that number before the average
+        is_multiplied = loss.micro_batchable and not loss.reads_ranks
+        times = ranks if is_multiplied else 1
+        averaged[rows] = case.gradient(part, ranks) / ranks * times
     return averaged
 
 

@@ -42,7 +42,7 @@ def entropy_bonus(case: LossCase) -> Iterator[Finding]:
         case: the loss and its objective.
 
     Yields:
-        A failure with its cause.
+        A failure with its cause, in the smallest batch; nothing where the two agree.
     """
     batch = _with_entropies(case.grid(thin=5))
     errors = _errors(case, batch)
@@ -97,7 +97,9 @@ def _errors(case: LossCase, batch: Rollouts) -> Tensor:
 
 
 def _cause(case: LossCase, batch: Rollouts) -> Cause:
-    """Return the fault of the bonus; no cause where none fits."""
+    """Return the fault of the bonus, the first that fits of: missing; on masked slots;
+    another aggregation; another coefficient. No cause where none fits.
+    """
     found = -_entropy_slope(case, batch)
     mask = batch.mask
     if not found.any():

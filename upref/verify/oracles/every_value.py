@@ -48,7 +48,17 @@ def not_proved(case: LossCase) -> str:
 
 @oracle("every-value", 210, not_proved, implied=True)
 def every_value(case: LossCase) -> Iterator[Finding]:
-    """Prove the weights on small batches; where they differ, run that batch."""
+    """Prove the weights on small batches, and keep the Comparison in the cache of the
+    case.
+
+    Args:
+        case: the loss and its objective.
+
+    Yields:
+        A failure on the solver's batch where the weights differ. Where they do not, a
+        failure for each number with which the code compares a size, if batches on one
+        side of it are wrong.
+    """
     found = compare_few(case.loss, case.objective, case.hp)
     case.cache["every-value"] = found
     if found.counterexample is not None:
@@ -126,7 +136,9 @@ def _difference(case: LossCase, found: Comparison) -> Iterator[Finding]:
 
 
 def _errors(case: LossCase, batch: Rollouts) -> Tensor | None:
-    """Return the errors of the weights on a batch; None where they are right."""
+    """Return the relative errors of the weights on a batch, [B, T]; None where they are
+    right to 10 times the tolerance, or where the loss refuses the batch.
+    """
     try:
         errors = case.weight_error(batch)
     except InputError:
@@ -135,7 +147,9 @@ def _errors(case: LossCase, batch: Rollouts) -> Tensor | None:
 
 
 def _beyond(case: LossCase, bound: Bound) -> Iterator[Finding]:
-    """Compare on batches a little below and above a size, in columns and in rows."""
+    """Compare on batches a little below and above a size, in columns and in rows. Yield
+    the failure on the first batch that is wrong, if there is one.
+    """
     size = bound.number
     sizes = {
         "fewer columns than": (2, size - 1),
@@ -181,10 +195,13 @@ def _range(what: str, numbers: Tensor) -> str:
 
 
 def _long_batch(case: LossCase, rows: int, columns: int) -> Rollouts:
-    """Return a batch of a size, whose first row is full."""
+    """Return a random batch of a size, the same in each process. The first row is full, and
+    the others are masked in their second half.
+    """
     generator = torch.Generator().manual_seed(rows * columns)
 
     def normal() -> torch.Tensor:
+        """Return the next normal random numbers, [rows, columns]."""
         return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
 
     log_old = -1 - normal().abs()

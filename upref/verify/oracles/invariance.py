@@ -150,7 +150,8 @@ def _masked_gradient_failure(case: LossCase, batch: Rollouts) -> Finding:
 def _padded_side(
     case: LossCase, batch: Rollouts, value: Tensor, g: Tensor, left: int, right: int
 ) -> list[Finding]:
-    """Report columns of padding on one side that change something.
+    """Report columns of padding on one side that change something: a failure where a
+    gradient of a token changes, a note where only the value does.
 
     Args:
         case: the loss and its objective.
@@ -270,8 +271,9 @@ def _reads_first_column(case: LossCase, left: int) -> bool:
 
 def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Finding]:
     """Report a fully masked row, with which frameworks pad batches, that counts in a
-    mean over tokens. What it counts in a mean over responses is not defined; there, NaN
-    is a note.
+    mean over tokens, or that has a gradient of its own. What it counts in a mean over
+    responses is not defined; there, NaN or infinity is a note. Nothing is returned if the
+    loss refuses such a row, or leaves the reduction to its caller.
     """
     if case.loss.left_to_caller:
         return []
@@ -317,7 +319,8 @@ def _empty_prompt(
     case: LossCase, batch: Rollouts, findings: list[Finding]
 ) -> list[Finding]:
     """Note a prompt whose responses are all masked, as a filter leaves them, if it makes
-    the loss or its gradient NaN. What it counts in a mean over prompts is not defined.
+    the loss or its gradient NaN or infinite. What it counts in a mean over prompts is not
+    defined. Nothing is returned for a batch without prompts, or after a finding of NaN.
     """
     if batch.group is None or case.loss.left_to_caller:
         return []
@@ -390,8 +393,7 @@ def _cause_of_counted_row(case: LossCase) -> str:
         """
         wider = _widened(batch, 0, 1)
         _, longer_gradient = _value_and_gradient_with_masked_row(case, wider)
-        slots = batch.mask.numel() + sum(batch.mask.shape) + 1
-        found = longer_gradient[:-1, :-1] * slots
+        found = longer_gradient[:-1, :-1] * longer_gradient.numel()
         return found, case.gradient(batch) * batch.mask.numel()
 
     if holds_on_other_batches(case, by_slots):
@@ -412,14 +414,15 @@ MASKED_VALUES = ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler
 
 @oracle("masked-values", 70)
 def masked_values(case: LossCase) -> list[Finding]:
-    """Report numbers in masked slots that change the result. NaN that changes it is a
-    note, since frameworks pad with numbers.
+    """Report numbers in masked slots that change the result.
 
     Args:
         case: the loss and its objective.
 
     Returns:
-        Failures and notes, with the inputs that are read.
+        A failure for the first number of JUNK that does. A note for it if the loss is a
+        framework's own, and for the first of NOT_NUMBERS, since frameworks pad with
+        numbers. A note, too, if the loss refuses a batch. Else nothing.
     """
     batch = case.grid(thin=5)
     clean = case.kept_value_and_gradient(batch)
@@ -473,7 +476,8 @@ def _ignores_nan(
     case: LossCase, batch: Rollouts, clean: tuple[Tensor, Tensor], fields: list[str]
 ) -> bool:
     """Return whether NaN in each argument, and each of NOT_NUMBERS in all arguments at a time,
-    change nothing. A clamp of log r may hide the one or the other.
+    change nothing. A clamp of log r may hide the one or the other. False if the loss
+    refuses such a batch.
     """
     try:
         for field in fields:
@@ -524,7 +528,13 @@ def _masked_slots_failure(
 def _changes(
     batch: Rollouts, clean: tuple[Tensor, Tensor], filled: tuple[Tensor, Tensor]
 ) -> str:
-    """Return what other numbers in masked slots change, in words; "" for nothing."""
+    """Return what other numbers in masked slots change, in words; "" for nothing.
+
+    Args:
+        batch: the batch, of which the mask is read.
+        clean: the value and the gradient without these numbers.
+        filled: the value and the gradient with them.
+    """
     value, gradient = clean
     filled_value, filled_gradient = filled
     changes = []
@@ -608,10 +618,11 @@ def _prompts_in_turn(batch: Rollouts) -> Tensor:
     is_same = batch.group[:, None] == batch.group
     place_in_prompt = is_same.tril(-1).sum(1)
     ids = batch.group.unique(return_inverse=True)[1]
+    # sorts by place, and by id where places are equal
     return (place_in_prompt * len(ids) + ids).argsort()
 
 
-RANKS = 4
+RANKS = 4  # to which `_dealt_to_ranks` deals the rows
 
 
 def _dealt_to_ranks(batch: Rollouts) -> Tensor:
@@ -680,7 +691,9 @@ def _moved_empty_row(case: LossCase, batch: Rollouts) -> list[Finding]:
 def _order_failure(
     case: LossCase, batch: Rollouts, order: Callable[[Rollouts], Tensor]
 ) -> Finding:
-    """Return the failure that the gradients are others in this order."""
+    """Return the failure that the gradients are others in this order, shown in a small
+    batch, with a fault of the order of groups as its cause if one fits.
+    """
 
     def still_depends(smaller: Rollouts) -> bool:
         """Return whether a part of the batch shows it too."""
@@ -764,7 +777,7 @@ def scaling(case: LossCase) -> list[Finding]:
     why = NO_CAUSE
     if holds_on_other_batches(case, partial(gradients_times, k=1)):
         why = SIZE_DIVIDED_OUT
-    if holds_on_other_batches(case, partial(gradients_times, k=9)):
+    if holds_on_other_batches(case, partial(gradients_times, k=9)):  # 3 squared
         why = SQUARED
     if not why:
         why = cause_if_confirmed_at(

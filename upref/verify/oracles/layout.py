@@ -38,7 +38,16 @@ WHY = "its result depends on how its inputs lie in memory: call .contiguous(), o
     "layout", 140, lambda case: "the weights are wrong already" if case.wrong else ""
 )
 def layout(case: LossCase) -> list[Finding]:
-    """The gradient does not depend on how tensors are laid out in memory."""
+    """Compare the gradient of tensors that are laid out otherwise in memory.
+
+    Args:
+        case: the loss and its objective. The words for what was right are added to
+            `case.covered`.
+
+    Returns:
+        Notes of the layouts that the loss refuses, and the failure of the first layout
+        that changes the gradient. Nothing if the loss writes to its inputs.
+    """
     writes_to_inputs = any(outcome.wrote for outcome in case.noted_calls)
     if writes_to_inputs:  # the oracle `mutation` reports that
         return []

@@ -42,6 +42,13 @@ CERTAIN = "harmless: where π_θ is 1, no logit has a gradient"
 def extremes(case: LossCase) -> list[Finding]:
     """Compare on ratios so far from 1, and tokens so rare, that exp and log leave the
     range of a dtype.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        What `clamps` finds, if the weights are right nearer to 1; then the failure of the
+        first of float64, float32 and bfloat16 that has one, or their notes, one of a kind.
     """
     findings: list[Finding] = []
     # wrong beyond the grid, if at all
@@ -62,7 +69,7 @@ def extremes(case: LossCase) -> list[Finding]:
 
 def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
     """Return a failure for NaN, or for a weight that is lost, where the objective's own
-    weight is an ordinary number; notes for ratios and tokens that no sampler can
+    weight is an ordinary number; else notes for ratios and tokens that no sampler can
     produce, and for another weight where π_θ is 1. Of the former exp(log r) overflows
     float32, and exp(log π_old) underflows it.
 
@@ -294,7 +301,9 @@ def _dtype_that_overflows(
     dtype = low.logp.dtype
 
     def is_right(log_r: float, lp: float, A: float) -> bool:
-        """Return whether the weight of a single token is the objective's."""
+        """Return whether the weight of a single token is the objective's to 5 %: what
+        overflows is off by more. False where the loss refuses it.
+        """
 
         def filled(value: float) -> Tensor:
             """Return this number as a batch of one token."""
@@ -384,7 +393,9 @@ class Hit(NamedTuple):
 
 
 def _lost_weight(hit: Hit) -> float:
-    """Return how much of its weight a token loses, divided by its ratio above 1."""
+    """Return how far the weight of a token is off, over its ratio, or over 1 where the
+    ratio is below 1; to six decimals, so that equal losses are ties.
+    """
     ratio_above_one = math.exp(max(0.0, hit.log_r))
     return round(abs(hit.expected - hit.found) / ratio_above_one, 6)
 
@@ -508,7 +519,8 @@ def _clamp_cause(case: LossCase, hits: list[Hit]) -> Cause:
 
 
 def _where_it_acts(case: LossCase, A: float, side: int, log_r: float) -> float:
-    """Find the least |log r| on one side at which the weight differs, by bisection.
+    """Find the least |log r| on one side at which the weight differs, by bisection between
+    it and the next ratio of FAR below.
 
     Args:
         case: the loss beside its objective.

@@ -106,7 +106,8 @@ def _differs(
     words: str,
 ) -> list[Finding]:
     """Return the failure that the gradient by a computed log_prob differs from that by
-    a leaf; or, if the loss answers one batch with several gradients, that failure.
+    a leaf; or, if the loss answers one batch with several gradients, that failure; []
+    where the two are the same.
 
     Args:
         case: the loss and its objective.
@@ -181,8 +182,16 @@ def _cause_of_own_backward(
 
 @oracle("stop-gradient", 80)
 def stop_gradient(case: LossCase) -> list[Finding]:
-    """Report gradients that flow into constants of the objective: the old and the
-    reference log-probabilities, the advantages, and the entropy.
+    """Report gradients that flow into constants of the objective.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        A failure, and nothing else, where one flows into the entropy. Else a failure of a
+        stop-gradient that is not declared, and a note where one would flow into the old or
+        the reference log-probabilities or into the advantages: the loss may be given them
+        detached.
     """
     batch = case.grid(thin=5)
     names = []
@@ -339,7 +348,9 @@ def mutation(case: LossCase) -> list[Finding]:
 
 @oracle("dead-hyperparameter", 100)
 def dead_hyperparameter(case: LossCase) -> list[Finding]:
-    """Report each hyperparameter that has no effect, or another than in the objective."""
+    """Report each hyperparameter that has no effect on the gradient, or another than in
+    the objective. One that the loss does not take is left out, unless it takes **kwargs.
+    """
     return [finding for key in case.hp for finding in _effect_of(case, key)]
 
 
@@ -360,7 +371,8 @@ def _other_values(key: str, value: float | None) -> list[float]:
 
 def _effect_of(case: LossCase, key: str) -> list[Finding]:
     """Pass another value of one hyperparameter to the loss, and return a finding where
-    its gradient does not become the objective's at that value.
+    its gradient does not become the objective's at that value; [] where it does, where the
+    loss does not take the hyperparameter, and where no value changes the objective.
     """
     if not _is_declared(case, key) and not case.loss.accepts_kwargs:
         return []

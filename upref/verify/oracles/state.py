@@ -105,7 +105,9 @@ def _with_counter_ahead(case: LossCase, batch: Rollouts) -> list[Finding]:
     counts_calls = len({*numbers}) == 1 and steps == {1}
 
     def differs(number: int) -> bool:
-        """Return whether the gradient is another one where the counters are set to it."""
+        """Set the counters to this number, and return whether the gradient is another one
+        there.
+        """
         for place in found:
             place.write(number)
         return not _same(ahead.gradient(batch), gradient)
@@ -207,7 +209,7 @@ def _same(x: Tensor | None, y: Tensor | None) -> bool:
 
 
 def _all_same(x: Any, y: Any) -> bool:
-    """Return whether the tensors of two answers are the same."""
+    """Return whether the tensors of two answers are the same, in pairs; NaN equals NaN."""
     return all(map(_same, x, y))
 
 
@@ -291,7 +293,9 @@ def state(case: LossCase) -> list[Finding]:
 
 
 def _asked(question: Question) -> Any:
-    """Return what a call of the log was asked, equal for equal calls on one batch."""
+    """Return a key of what a call of the log was asked, equal for equal calls on one batch
+    object. A call that measures no gradient has a key of its own.
+    """
     if question.method != "measured":
         return id(question)
     batch, ranks, wanting, overrides = question.inputs

@@ -54,8 +54,16 @@ WITH_IDS = (
     lambda case: "the weights are wrong already" if case.wrong else "",
 )
 def unusual_inputs(case: LossCase) -> list[Finding]:
-    """The weights on batches that are unusual in one way, then in every two, then in
-    all.
+    """Compare the weights on batches that are unusual in one way, then in every two, then
+    in all.
+
+    Args:
+        case: the loss and its objective. The words for what was right are added to
+            `case.covered`.
+
+    Returns:
+        The failure on the first axis that is wrong, which ends the comparison. Else
+        notes: of batches that would take too long, of float32, and one of all refusals.
     """
     seconds_per_token = 0.0
     ids: tuple[str, ...] = ()
@@ -378,8 +386,14 @@ def _switch_to_float32_if_that_explains(case: LossCase, batch: Rollouts) -> bool
 def _unforgiven_errors(
     case: LossCase, batch: Rollouts, found: Tensor | None = None
 ) -> Tensor:
-    """Return the relative error of each weight, [B, T]. It is 0 beside a bound, and
-    where the objective itself has no finite weight.
+    """Return the relative error of each weight, [B, T]. Where some error is above 10 times
+    the tolerance, it is 0 beside a bound, and where the objective itself has no finite
+    weight.
+
+    Args:
+        case: the loss and its objective.
+        batch: the batch.
+        found: the loss's weights, [B, T]; None: they are measured.
     """
     found = case.weights(batch) if found is None else found
     # one sum over a batch of float32 rounds at each step
@@ -445,7 +459,7 @@ class Relabeled:
         )
 
     def gradients(self, batch: Rollouts) -> tuple[Tensor, Tensor]:
-        """The gradients with the batch's ids, and with plain ones."""
+        """Return the gradients with the batch's ids, and with plain ones, [B, T] each."""
         return self.case.gradient(batch), self.case.gradient(_with_plain_ids(batch))
 
     def differs(self, batch: Rollouts) -> bool:
@@ -458,7 +472,8 @@ class Relabeled:
 
 def groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
     """Return a failure, or notes; and in words the kinds of group ids that the loss
-    takes.
+    takes, none after a failure. They are measured once for a case, and what was right is
+    added to `case.covered`.
     """
     return case.cached(("groups", case.tol), lambda: _measure_groups(case))
 

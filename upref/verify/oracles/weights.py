@@ -93,7 +93,9 @@ def gradient(case: LossCase) -> list[Finding]:
         case: the loss and its objective.
 
     Returns:
-        Failures, one for each region in which weights differ, and notes.
+        Failures, one for each region in which weights differ, and notes. A loss that is
+        right to float32 alone gets a note, and `case` is compared as float32 from here
+        on.
     """
     batch = case.grid()
     found = case.kept_weights(batch)
@@ -122,8 +124,9 @@ def gradient(case: LossCase) -> list[Finding]:
 def _switches_to_float32(
     case: LossCase, batch: Rollouts, found: Tensor, ties: Tensor
 ) -> bool:
-    """Return whether the weights are right to the precision of float32. If they are,
-    the case is compared to that precision from here on.
+    """Return whether the weights are right to the precision of float32, and no bound is
+    moved. If so, the case is compared to that precision from here on: it is changed in
+    place.
     """
     if _has_moved_bound(case):
         return False
@@ -141,6 +144,7 @@ def _switches_to_float32(
 BESIDE_BOUND = 3e-7  # relative: farther from a bound than float32 rounds it
 LIKELIEST = 0.99  # π_θ of the tokens beside a bound is below this
 LEAST_TOKENS = 4  # at one bound, with several π_old, that show that it lies elsewhere
+ERROR_BEYOND_BOUND = 0.01  # relative, of a weight on the other side of a bound
 
 
 def _has_moved_bound(case: LossCase) -> bool:
@@ -195,7 +199,7 @@ def _moves_a_bound(
                 errors = errors[..., 0]
             else:
                 errors = errors[batch.mask]
-            if (errors > 0.01).all():
+            if (errors > ERROR_BEYOND_BOUND).all():
                 return True
     return False
 
@@ -310,7 +314,8 @@ def _of_one_fault(
     known_fault: LossFault,
 ) -> list[Finding]:
     """Return one finding for all regions that the fault explains, shown in the first
-    region with a batch on which the printed gradients differ.
+    region with a batch on which the printed gradients differ, or in the last region. A
+    fault of a stop-gradient is a failure of the oracle stop-gradient too.
 
     Args:
         case, batch, failing, prefer: as of `_smallest_of`.
@@ -340,7 +345,16 @@ def _in_region(
 
 
 def _pattern_of(case: LossCase, compared: MeasuredWeights, small: Rollouts) -> Cause:
-    """Return what the wrong weights have in common."""
+    """Return what the wrong weights have in common, the first of: a relation of numbers;
+    low precision; a coupling of responses. The order of the rows and the bound of the
+    token that is shown are added to it where they matter, and so is a search that took
+    too long.
+
+    Args:
+        case: the loss and its objective.
+        compared: the weights of the batch that was compared.
+        small: the smallest batch, which is shown.
+    """
     found = case.kept_weights(small)
     expected = case.expected(small)
     r = case.ratio(small)
@@ -410,7 +424,8 @@ def _coupling(case: LossCase, compared: MeasuredWeights) -> Cause:
     if case.objective.batch_coupled or "group" in case.objective.reads:
         return NO_CAUSE
     batch = replace(compared.b, group=None, totals=None)
-    rows = range(0, len(batch.mask), -(-len(batch.mask) // ROWS_ALONE))
+    step = math.ceil(len(batch.mask) / ROWS_ALONE)
+    rows = range(0, len(batch.mask), step)
     is_nothing = []
     for row in rows:
         part = cut(batch, [row], None)
@@ -433,7 +448,9 @@ def _coupling(case: LossCase, compared: MeasuredWeights) -> Cause:
 
 
 def _differ_by_more_than_a_factor(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors of finite numbers differ by more than one factor."""
+    """Return whether no factor k gives x = k y to 1e-3 of the largest x. k is fitted by
+    least squares. False where a number is not finite.
+    """
     if not (x.isfinite().all() and y.isfinite().all()):
         return False
     factor = (x * y).sum() / (y * y).sum()
@@ -499,7 +516,9 @@ def _beyond_float32(case: LossCase, batch: Rollouts) -> Tensor:
 
 
 def _by_sign(parts: list[Region]) -> list[Region]:
-    """Merge the regions of each sign of A. More findings of one fault are hard to read."""
+    """Merge the regions of each sign of A into one, in the order in which the signs come
+    first. More findings of one fault are hard to read.
+    """
     merged = []
     for sign in dict.fromkeys(p.sign for p in parts):
         of_sign = [p for p in parts if p.sign == sign]
@@ -525,10 +544,11 @@ def _visibly_wrong_at(case: LossCase, batch: Rollouts, sign: float) -> Tensor:
 
 
 def _preference(errors: Tensor, r: Tensor) -> Tensor:
-    """Return how much each token should be the one that is shown: most where the error
-    is large and the ratio is near 1.
+    """Return how much each token should be the one that is shown, [B, T], above 0: most
+    where the error is large and the ratio is near 1.
     """
     finite_errors = errors.nan_to_num(posinf=1e30).clamp(max=1e30)
+    # a log r of 1 / 20 counts as much as half of the error
     return finite_errors / (1 + r.log().abs() * 20) + 1e-12
 
 
@@ -544,7 +564,10 @@ def _random_batches(case: LossCase) -> list[Rollouts]:
 
 
 def _random(case: LossCase) -> list[Finding]:
-    """Return the first failure on random batches."""
+    """Return the failure on the first random batch with a wrong weight, shown in the
+    smallest part of it, as a list; [] if all batches are right to 10 times the
+    tolerance.
+    """
     for n, batch in enumerate(_random_batches(case)):
         _, gradient = case.kept_value_and_gradient(batch)
         errors = case.weight_error(batch, gradient / case.factors(batch))
@@ -587,7 +610,8 @@ def _random(case: LossCase) -> list[Finding]:
 
 def _one_factor_of_batch(case: LossCase, batch: Rollouts) -> Cause:
     """Return by which factor all weights of a small batch are off, and whether it is the
-    share of its slots that are tokens; no cause where they have several factors.
+    share of its slots that are tokens; no cause where they have several factors, where
+    the factor is 1, or where one weight alone has it.
 
     Args:
         case: the loss and its objective.
@@ -636,8 +660,9 @@ def _right_without_holes(case: LossCase, batch: Rollouts) -> Cause:
 
 
 def _words_for_weight_alone(case: LossCase, batch: Rollouts, i: int, t: int) -> str:
-    """Return the words for the weight that the same token has in a batch of its own, or
-    "" where it is the same.
+    """Return the words for the weight that the same token has in a batch of its own; ""
+    where it is the same, where A is 0, and where the token is alone already or has
+    another ratio alone.
     """
     A = batch.adv[i, t].item()
     has_other_ratio_alone = case.objective.level in (*REDUCE, "custom")
@@ -659,7 +684,16 @@ def _words_for_weight_alone(case: LossCase, batch: Rollouts, i: int, t: int) -> 
     needed=True,
 )
 def on_policy(case: LossCase) -> list[Finding]:
-    """Compare the weights at r = 1."""
+    """Compare the weights at r = 1.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        One failure, shown in the smallest batch, with a known fault or the one factor of
+        all weights as its cause. Nothing if the weights are right to 10 times the
+        tolerance, or if dJ/dlp is right, which leaves it to the oracle `aggregation`.
+    """
     batch = case.on_policy()
     errors = case.weight_error(batch, case.kept_weights(batch))
     if errors.max() <= 10 * case.tol:
@@ -714,6 +748,14 @@ def on_policy(case: LossCase) -> list[Finding]:
 def aggregation(case: LossCase) -> list[Finding]:
     """Compare the factors of the responses, by which the aggregation multiplies their
     weights.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        A failure at the response whose factor is off by most, in the smallest batch; a
+        note where all factors are off by one that is nearly 1; nothing where they agree,
+        and where no aggregation explains the gradient.
     """
     batch = case.on_policy()
     declared = declared_aggregation(case.objective)
@@ -811,8 +853,9 @@ VALUE_BATCHES = 10  # random batches on which the value is compared
     "value", 150, lambda case: "the weights are wrong already" if case.wrong else ""
 )
 def value(case: LossCase) -> list[Finding]:
-    """Compare the value of the loss. A difference without effect on the gradient is a
-    note.
+    """Compare the value of the loss on random batches, up to the first that differs. A
+    value that is not finite is a failure. Another difference, which has no effect on the
+    gradient, is a note.
     """
     for n, batch in enumerate(_random_batches(case)[:VALUE_BATCHES]):
         found_value, _ = case.kept_value_and_gradient(batch)

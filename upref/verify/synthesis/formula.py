@@ -29,28 +29,32 @@ OF_SAMPLER = ("lp_old - lp_sampler", "mask", "lp_sampler")  # as corrections tak
 
 
 def call(name: str, *arguments: ast.expr) -> ast.Call:
-    """Return the call of a function of the formula."""
+    """Return the syntax tree of the call of a function of the formula."""
     return ast.Call(ast.Name(name, ast.Load()), list(arguments), [])
 
 
 def variable(name: str) -> ast.Name:
-    """Return a name."""
+    """Return the syntax tree of a variable that is read."""
     return ast.Name(name, ast.Load())
 
 
 def copied(node: ast.expr) -> ast.expr:
-    """Return a copy of a node."""
+    """Return a deep copy of a node, by its source."""
     return ast.parse(ast.unparse(ast.fix_missing_locations(node)), mode="eval").body
 
 
 # ---- words of the formula that no objective has ----------------------------------------
 def rounded(x: Any, dtype: torch.dtype) -> Any:
-    """Return x, rounded to a number format; its gradient is rounded too."""
+    """Return x, rounded to a number format, in float64; its gradient is rounded too. What
+    is no tensor stays as it is.
+    """
     return x.to(dtype).to(torch.float64) if isinstance(x, Tensor) else x
 
 
 def in_format(x: Any, dtype: torch.dtype) -> Any:
-    """Return x in a number format, in which what follows is computed."""
+    """Return x in a number format, in which what follows is computed. What is no tensor of
+    floats stays as it is.
+    """
     is_number = isinstance(x, Tensor) and x.is_floating_point()
     return x.to(dtype) if is_number else x
 
@@ -122,10 +126,14 @@ class Formula:
     names: dict[str, Any]
 
     def compiled(self) -> Callable[..., Tensor]:
-        """Compile the formula as it is now.
+        """Compile the formula as it is now: its trees are shared, and an edit changes them
+        in place.
 
         Returns:
             J of INPUTS: terms [B, T], or [B].
+
+        Raises:
+            SyntaxError, ValueError or TypeError: an edit has made no program of it.
         """
         module = ast.Module(list(self.functions.values()), [])
         ast.fix_missing_locations(module)
@@ -138,7 +146,8 @@ class Formula:
 
 
 def formula_of(objective: Objective, hp: dict[str, Any]) -> Formula | None:
-    """Read the formula of an objective at these hyperparameters.
+    """Read the formula of an objective at these hyperparameters, which stand in it as
+    numbers. The KL term is part of it where J has a term for each token.
 
     Args:
         objective: the objective.
@@ -192,11 +201,15 @@ def _read(
 
     Args:
         function: the function.
-        functions, names: those of the formula; what is found is added.
+        functions, names: those of the formula; what is found is added in place.
         hp: numbers that replace its keyword-only arguments.
 
     Returns:
-        What it is called there.
+        What it is called there: its own name, or "term" for `fn`; with "_of_base" behind
+        it where another function has that name.
+
+    Raises:
+        OSError, TypeError or SyntaxError: it has no source of a plain function.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     if not isinstance(tree, ast.FunctionDef):
@@ -237,7 +250,7 @@ def _read(
 
 
 def _is_docstring(x: ast.stmt) -> bool:
-    """Return whether a statement is a text alone."""
+    """Return whether a statement is a string alone."""
     return (
         isinstance(x, ast.Expr)
         and isinstance(x.value, ast.Constant)
@@ -252,6 +265,7 @@ class _Renamed(ast.NodeTransformer):
         self.name = name
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        """Replace `base.fn`; any other attribute stays."""
         self.generic_visit(node)
         is_base = isinstance(node.value, ast.Name) and node.value.id == "base"
         if is_base and node.attr == "fn":
@@ -266,6 +280,7 @@ class _Numbers(ast.NodeTransformer):
         self.numbers = numbers
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Replace a hyperparameter that is read by its number."""
         if isinstance(node.ctx, ast.Load) and node.id in self.numbers:
             return ast.Constant(self.numbers[node.id].value)
         return node
@@ -326,9 +341,11 @@ class _Folded(ast.NodeTransformer):
         return node
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Write a reader's name, where LETTERS has one."""
         return ast.Name(LETTERS.get(node.id, node.id), node.ctx)
 
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        """Round a finite float to six digits."""
         if isinstance(node.value, float) and math.isfinite(node.value):
             return ast.Constant(float(f"{node.value:.6g}"))
         return node
@@ -357,6 +374,7 @@ class _Folded(ast.NodeTransformer):
         return node
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        """Leave out a new axis, as of x[:, None]."""
         self.generic_visit(node)
         is_new_axis = "None" in ast.unparse(node.slice)
         return node.value if is_new_axis else node

@@ -98,7 +98,9 @@ MISSING = {
 
 
 def _without(node: ast.expr) -> Iterator[Alternative]:
-    """Yield edits that leave something out."""
+    """Yield edits that leave something out: a function around its argument, one side of an
+    operation, a sign.
+    """
     match node:
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
             for argument in arguments[1:] if name in ("when", "where") else arguments:
@@ -338,7 +340,9 @@ def _in_both_cases(node: ast.expr) -> Iterator[Alternative]:
 
 
 def _edited_somewhere(node: ast.expr) -> Iterator[Alternative]:
-    """Yield copies of an expression, each with one plain edit of a node of it."""
+    """Yield copies of an expression, each with one plain edit of a node of it: expressions
+    of one form give the same edits in the same order.
+    """
     root = ast.Expression(copied(node))
     for parent in ast.walk(root):
         for field, value in ast.iter_fields(parent):
@@ -392,7 +396,9 @@ def _inside_of_term(node: ast.expr) -> Iterator[Alternative]:
 
 
 class _Advantage(ast.NodeTransformer):
-    """Subtract a part from the A that a function is given."""
+    """Subtract a part from the A that a function is given, in place. `found` says whether
+    one was.
+    """
 
     def __init__(self, part: ast.expr) -> None:
         self.part = part

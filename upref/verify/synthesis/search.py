@@ -68,7 +68,7 @@ class Edit:
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        """Inside, the formula has the edit."""
+        """Make the edit in the formula, in place, until the block ends."""
         self._put(self.node)
         try:
             yield
@@ -76,7 +76,7 @@ class Edit:
             self._put(self.old)
 
     def compiled(self) -> Callable[..., Tensor]:
-        """Compile the formula with the edit."""
+        """Compile the formula with the edit, and return it, as of `Formula.compiled`."""
         with self.made():
             return self.formula.compiled()
 
@@ -123,7 +123,8 @@ class Edit:
 
 
 def edits(formula: Formula, numbers: list[float]) -> Iterator[Edit]:
-    """Yield the edits of a formula, the plainest first.
+    """Yield the edits of a formula, the plainest first: rule by rule, and for each rule J
+    first, then the functions that it calls.
 
     Args:
         formula: the formula.
@@ -195,7 +196,8 @@ def _nodes(tree: ast.FunctionDef) -> Iterator[Place]:
 def weights_of(
     J: Callable[..., Tensor], case: LossCase, agg: str, batch: Rollouts
 ) -> Tensor:
-    """Differentiate a formula, as the loss's gradient is taken apart.
+    """Differentiate a formula, and divide by the factors of the loss's own aggregation, as
+    the weights of the loss are measured.
 
     Args:
         J: of INPUTS.
@@ -290,7 +292,7 @@ def comparison_for_every_value(case: LossCase, edit: Edit) -> str:
         rollout_log_probs: Tensor,
         entropy: Tensor,
     ) -> Tensor:
-        """The objective with the edit, without groups."""
+        """Return the loss of the objective with the edit, without groups."""
         policies = (ref_log_prob, rollout_log_probs)
         given = (log_prob, old_log_prob, advantages, mask, *policies, entropy, None)
         J.__globals__.update(zip(INPUTS, given, strict=True))
