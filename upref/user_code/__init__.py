@@ -372,6 +372,7 @@ def _loss_with_hyperparameters(
     arguments = _arguments_of_each(reading, objective)
     hp = _without_bonus(name, reading, objective, reads, hp)
     hp, passed = _separate_settings(name, reading, objective, hp)
+    # an argument that is set by the objective's name for it and by its own
     if twice := [(k, p) for k in hp for p in arguments.get(k, ()) if p in passed]:
         key, argument = twice[0]
         if len(arguments[key]) > 1:
@@ -383,6 +384,7 @@ def _loss_with_hyperparameters(
     given = {p for pair in arguments.values() for p in pair} | {*passed}
     _refuse_unbound(name, reading, [p for p in reading.needed if p not in given])
     bound = {k: v for k, v in hp.items() if k in arguments or reading.accepts_kwargs}
+    # an argument without a default gets the objective's default
     bound |= {
         k: resolved[k]
         for k, pair in arguments.items()

@@ -248,6 +248,7 @@ def _role_of_log_prob(words_of_name: list[str]) -> str:
     """Return which policy's log-probabilities a name means, by its words; "" where it
     means none.
     """
+    # words without a separator, as `oldlogprobs` and `logpsref`
     joined_words = [
         match
         for match in (

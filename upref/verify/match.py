@@ -53,7 +53,12 @@ class ClosedFormWeights:
     """
 
     def __init__(self, objective: Objective, points: list[Point]):
-        """Take the points apart into arrays, and prepare the calls of the closed form."""
+        """Take the points apart into arrays, and prepare the calls of the closed form.
+
+        Args:
+            objective: the objective.
+            points: where its weight is computed.
+        """
         self.objective = objective
         self.A, self.r, self.mu = (
             np.array([getattr(point, name) for point in points])
@@ -63,6 +68,9 @@ class ClosedFormWeights:
         self.calls: list[tuple[np.ndarray, Callable[..., Any]]] = list(self._calls())
 
     def __call__(self, hp: dict[str, Any]) -> np.ndarray:
+        """Return the weight at each point with these hyperparameters; NaN or infinity
+        where the closed form overflows.
+        """
         weights = np.empty(len(self.r))
         with np.errstate(all="ignore"):
             for rows, weights_at in self.calls:
@@ -141,6 +149,7 @@ def _in_batches_of_one_row(
     def of_batch(
         ratio: torch.Tensor, A: torch.Tensor, inputs: dict[str, torch.Tensor]
     ) -> torch.Tensor:
+        """Return the weights of one batch, [1, T]."""
         return form(ratio, A, **inputs)
 
     batches = {name: x[:, None] for name, x in inputs.items()}
@@ -347,22 +356,15 @@ class HyperparameterSearch:
         depends = np.zeros(len(weights), dtype=bool)
         continuous_at = {}
         for key in hp:
-            tried_weights = np.array(
-                [
-                    weights,
-                    *(
-                        self.closed_form(hp | {key: value})
-                        for value in self._trials(key)
-                    ),
-                ]
-            )
-            depends |= (np.abs(tried_weights - weights) > 1e-12 * np.abs(weights)).any(
-                0
-            )
+            at_trials = [
+                self.closed_form(hp | {key: value}) for value in self._trials(key)
+            ]
+            tried_weights = np.array([weights, *at_trials])
+            is_changed = np.abs(tried_weights - weights) > 1e-12 * np.abs(weights)
+            depends |= is_changed.any(0)
             # a weight that takes more than three values does not merely jump
-            continuous_at[key] = (
-                np.abs(np.diff(np.sort(tried_weights, 0), axis=0)) > 1e-9
-            ).sum(0) > 2
+            steps = np.abs(np.diff(np.sort(tried_weights, 0), axis=0))
+            continuous_at[key] = (steps > 1e-9).sum(0) > 2
         errors = self.relative_errors(weights)
         if depends.all():
             return 0.0, continuous_at
@@ -377,7 +379,7 @@ class HyperparameterSearch:
         fixed: Collection[str] = (),
     ) -> Any:
         """Set each hyperparameter in turn to the best of its solutions, until none
-        improves. Return them and their score.
+        improves, at most three times each. Return them and their score.
         """
         for _ in range(3):
             before = miss
@@ -594,7 +596,8 @@ def candidate_or_none(objective: Objective, box: BlackBox) -> Candidate | None:
 
 
 def all_objectives() -> list[Objective]:
-    """All objectives that a loss may be: the registered ones, and up(...) of those.
+    """Return all objectives that a loss may be: the registered ones, and up(...) of those
+    that are no UP already.
 
     Returns:
         The registered ones first, in alphabetical order.

@@ -158,10 +158,11 @@ class BlackBox:
         )
 
     def accepts(self, batch: Rollouts) -> bool:
-        """Tell whether the loss runs on advantages that differ within a response.
+        """Tell whether the loss takes advantages of tokens, and has a finite gradient on a
+        batch.
 
         Args:
-            batch: a batch.
+            batch: a batch whose advantages differ within a response.
         """
         try:
             return self.loss.adv_shape == "BT" and bool(
@@ -291,12 +292,9 @@ def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
     fewer = measure_on_policy(case, FEWER_ROWS)
     agg, scale = _measured_aggregation(case, [on_policy, fewer])
     box = BlackBox(case, agg, scale, random=random)
-    box = replace(
-        box,
-        **_find_kl_term(
-            box, batch, kl.ESTIMATORS if "logp_ref" in loss.reads else ["k1"]
-        ),
-    )
+    # the gradient of k1 does not depend on the reference
+    estimators = kl.ESTIMATORS if "logp_ref" in loss.reads else ["k1"]
+    box = replace(box, **_find_kl_term(box, batch, estimators))
     coupled = not random and black_box.is_coupled(box.curve(), SIGNS, box.tol)
     box = replace(box, batch_coupled=coupled)
     reads_mu = black_box.reads_old_probability(box.curve(), SIGNS, MUS, box.tol)
@@ -309,7 +307,8 @@ def _measured_aggregation(
     case: LossCase, measured: list[OnPolicy]
 ) -> tuple[str, float]:
     """Return the aggregation that leaves one number on each sign of A, and that number
-    where both signs share it; "" and 1 where none does.
+    where both signs share it, else 1; "" and 1 where none does. Of several, one that
+    leaves 1 on a sign goes first, then one that leaves one number on both signs.
     """
     fits: list[tuple[bool, bool, int, str, float]] = []
     for name in sorted(names(""), key=lambda n: n not in AGGREGATIONS):
@@ -317,22 +316,25 @@ def _measured_aggregation(
             torch.cat([measurement.multiples(name, A) for measurement in measured])
             for A in SIGNS
         ]
+        # a sign of A without a gradient has the multiple 0, which is no common value
         if any(
             common_value(multiples) is None and multiples.abs().max() > 1e-9
             for multiples in multiples_by_sign
-        ) or any(not multiples.isfinite().all() for multiples in multiples_by_sign):
+        ):
             continue
-        factors = [
-            multiples.mean().item()
-            for multiples in multiples_by_sign
-            if multiples.any()
-        ] or [1.0]
+        if not all(multiples.isfinite().all() for multiples in multiples_by_sign):
+            continue
+        with_gradient = [
+            multiples for multiples in multiples_by_sign if multiples.any()
+        ]
+        factors = [multiples.mean().item() for multiples in with_gradient] or [1.0]
         signs_agree = max(factors) - min(factors) <= SAME_FACTOR * abs(factors[0])
         unit_factor = next((factor for factor in factors if is_one(factor)), None)
-        # 1 on one sign: the scale is 1, and the other sign's weights are wrong
-        scale = (
-            factors[0] if signs_agree and unit_factor is None else unit_factor or 1.0
-        )
+        if unit_factor is not None:
+            # 1 on one sign: the scale is 1, and the other sign's weights are wrong
+            scale = unit_factor
+        else:
+            scale = factors[0] if signs_agree else 1.0
         # least first: without a factor, one factor for both signs, earlier in the table
         fits.append((unit_factor is None, not signs_agree, len(fits), name, scale))
     if not fits:
@@ -489,8 +491,9 @@ def measure_batches(box: BlackBox) -> list[Measured]:
 
 
 def _tokens_to_measure(box: BlackBox) -> list[Token]:
-    """Return tokens of every ratio of the grid, and beside every jump of the weight.
-    Ratios on a bound are left out: there rounding decides, and so does torch's clamp.
+    """Return tokens (A, π_old, r) of every ratio of the grid, and beside every jump of the
+    weight. Ratios on a bound are left out: there rounding decides, and so does torch's
+    clamp. So are tokens whose π_θ = π_old r would be nearly 1 or more.
     """
     jumps = [point for point, _ in box.jumps if not point.high_entropy]
     tokens = [

@@ -8,7 +8,6 @@ exp x,  lp = x_o - log Z,  H
 One file: a catalogue is read as one.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -120,49 +119,40 @@ def solved(problem: Problem, f: Stages = RIGHT) -> KernelOutcome:
     """
     problem = problem.to(torch.float64)
     leaves = {k: v.detach().requires_grad_() for k, v in problem.leaves.items()}
-    differentiable = replace(
-        problem, x=next(iter(leaves.values())), weight=leaves.get("weight")
-    )
-    differentiable = f.given(differentiable) if f.given else differentiable
-    z = (f.z or cap)((f.y or states)(differentiable), differentiable)
-    x, x_H = (
-        (stage or torch.div)(z, differentiable.temperature)
-        for stage in (f.x, f.x_H or f.x)
-    )
-    lp = (f.picked or pick)(
-        x, differentiable.tokens.long().clamp(min=0), differentiable.temperature
-    ) - (f.log_Z or log_sum)(x)
-    lp = f.lp(lp, differentiable) if f.lp else lp
-    H = f.H(entropy(x_H), x, lp) if f.H else entropy(x_H)
+    given = replace(problem, x=next(iter(leaves.values())), weight=leaves.get("weight"))
+    if f.given:
+        given = f.given(given)
+    tau = given.temperature
+    z = (f.z or cap)((f.y or states)(given), given)
+    x = (f.x or torch.div)(z, tau)
+    x_H = (f.x_H or f.x or torch.div)(z, tau)
+    tokens = given.tokens.long().clamp(min=0)  # padding may have an id of -100
+    lp = (f.picked or pick)(x, tokens, tau) - (f.log_Z or log_sum)(x)
+    if f.lp:
+        lp = f.lp(lp, given)
+    H = entropy(x_H)
+    if f.H:
+        H = f.H(H, x, lp)
     outputs = {"log-prob": lp, "entropy": H}
-    numbers = {k: v.detach() for k, v in outputs.items()}
-    upstream = {
-        k: u
-        for k, u in (("log-prob", differentiable.g), ("entropy", differentiable.g_H))
-        if u is not None
-    }
-    if upstream:
-        passed_on = {
-            k: f.up(u, differentiable) if f.up and f.only in ("", k) else u
-            for k, u in upstream.items()
-        }
-        total = torch.stack(
-            [
-                (torch.where(u == 0, 0, outputs[k]) * u).sum()
-                for k, u in passed_on.items()
-            ]
-        ).sum()
-        if total.requires_grad:
-            gradients = torch.autograd.grad(
-                total, list(leaves.values()), allow_unused=True
-            )
-        else:
-            gradients = ()
-        gradient_by_leaf = itertools.zip_longest(leaves.items(), gradients)
-        numbers |= {
-            f"gradient of {k}": torch.zeros_like(v) if gradient is None else gradient
-            for (k, v), gradient in gradient_by_leaf
-        }
+    numbers = {name: output.detach() for name, output in outputs.items()}
+    terms = []
+    for name, u in (("log-prob", given.g), ("entropy", given.g_H)):
+        if u is None:
+            continue
+        if f.up and f.only in ("", name):
+            u = f.up(u, given)
+        # an output may be infinite where its upstream gradient is 0
+        terms.append((torch.where(u == 0, 0, outputs[name]) * u).sum())
+    if not terms:
+        return KernelOutcome(numbers)
+    total = torch.stack(terms).sum()
+    gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
+    if total.requires_grad:
+        gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        if gradient is None:
+            gradient = torch.zeros_like(leaf)
+        numbers[f"gradient of {name}"] = gradient
     return KernelOutcome(numbers)
 
 

@@ -51,7 +51,7 @@ SAME_SCORE = 1e-9  # relative: rounding decides which of two such tokens is sele
 
 
 def _kl_cov_faults(hp: dict[str, Any]) -> Iterator[LossFault]:
-    """Yield the faults that other tokens are penalized.
+    """Yield the faults that other tokens are penalized, one for each of SELECTIONS.
 
     Args:
         hp: the hyperparameters of kl_cov.
@@ -73,8 +73,10 @@ def _kl_cov_faults(hp: dict[str, Any]) -> Iterator[LossFault]:
         scores = scores.masked_fill(~batch.mask, -torch.inf)
         last = cut(scores, share, batch.mask, descending=True)
         is_tied = (scores - last).abs() <= SAME_SCORE * last.abs().clamp(min=1)
-        takes_all = score is torch.zeros_like
-        return is_tied & (is_tied.sum() > 1) & (not takes_all)
+        if score is torch.zeros_like or is_tied.sum() < 2:
+            # every token is penalized, or only the last one has its score
+            return torch.zeros_like(is_tied)
+        return is_tied
 
     for fault_id, words, score in SELECTIONS:
         yield fault(
@@ -126,7 +128,7 @@ WINDOWS: tuple[tuple[str, str, Callable[[Tensor, float], Tensor]], ...] = (
 
 
 def _fipo_faults(hp: dict[str, Any]) -> Iterator[LossFault]:
-    """Yield the faults that the factor sums over other tokens.
+    """Yield the faults that the factor sums over other tokens, one for each of WINDOWS.
 
     Args:
         hp: the hyperparameters of fipo.

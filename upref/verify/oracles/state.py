@@ -102,6 +102,7 @@ def _with_counter_ahead(case: LossCase, batch: Rollouts) -> list[Finding]:
     number_of_next_call = len(case.loss.log) + 1
     gradient = case.gradient(batch)
     steps = {place.read() - n for place, n in zip(found, numbers, strict=True)}
+    # one number, or several that are equal, which grow by 1 with each call
     counts_calls = len({*numbers}) == 1 and steps == {1}
 
     def differs(number: int) -> bool:
@@ -118,6 +119,7 @@ def _with_counter_ahead(case: LossCase, batch: Rollouts) -> list[Finding]:
             with contextlib.suppress(InputError):  # the number is no counter
                 if differs(number):
                     turn = _turn_between(differs, same, number)
+                    # the calls that the counter has not counted
                     before = number_of_next_call - int(numbers[0])
                     if counts_calls and min(turn) + before > 0:
                         first, last = (n + before for n in turn)

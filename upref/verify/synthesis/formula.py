@@ -169,16 +169,19 @@ def formula_of(objective: Objective, hp: dict[str, Any]) -> Formula | None:
     elif objective.agg == "seq-mean":
         A = "per_response(A, mask)[:, None]"
     try:
+        # the objective's own function
         term = _read(objective.fn, functions, names, hp)
         own = inspect.signature(objective.fn).parameters
         more = [f"{x}={x}" for x in ("mask", "entropy", "group") if x in own]
         J = f"{term}({', '.join([policies, A, *more])})"
+        # times the weights of its sampler's correction, as many arguments as that takes
         if objective.sampler is not None:
             w = _read(objective.sampler, functions, names, hp)
             arguments = inspect.signature(objective.sampler).parameters.values()
             count = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in arguments)
             w += f"({', '.join(OF_SAMPLER[:count])})"
             J = f"mean_t({w}, mask) * {J}" if has_terms_of_responses else f"{w} * {J}"
+        # less beta times the KL term
         if beta and not has_terms_of_responses:
             estimator = (kl.ESTIMATORS | kl.WITH_RATIO)[objective.kl]
             k = _read(estimator, functions, names, hp)
@@ -221,6 +224,7 @@ def _read(
     tree.decorator_list = []
     tree.returns = None
     functions[name] = tree
+    # a hyperparameter becomes a number, in the body and as a default
     numbers = {}
     parameters = zip(tree.args.kwonlyargs, tree.args.kw_defaults, strict=True)
     for number, (parameter, _) in enumerate(parameters):
@@ -229,6 +233,7 @@ def _read(
             tree.args.kw_defaults[number] = ast.Constant(hp[parameter.arg])
     seen = inspect.getclosurevars(function)
     known = {**seen.globals, **seen.nonlocals}
+    # a transform calls `base.fn`: the function of its base is read too
     base = known.get("base")
     if isinstance(base, Objective):
         names[BASE] = None
@@ -237,6 +242,7 @@ def _read(
         _Renamed(called).visit(tree)
         known.pop("base")
     tree.body = [_Numbers(numbers).visit(x) for x in tree.body if not _is_docstring(x)]
+    # functions of upref become a part of the formula; anything else is called as it is
     for key, value in known.items():
         is_own = isinstance(value, FunctionType) and value.__module__.startswith(
             OWN_MODULES
