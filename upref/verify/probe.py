@@ -9,6 +9,7 @@ ratios are the same number.
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +56,7 @@ FEWER_ROWS = (0, 1, 2, 3, 4)  # of the on-policy batch
 FADED_WEIGHT = 1e-9  # a weight per advantage below which a jump to 0 is one of rounding
 MUS = (0.3, 0.9)  # π_old, beside that of a rare token, where the weight depends on it
 RANDOM_BATCHES = 12  # of a measured loss, beside the grid
+NEARLY_CERTAIN = 0.999  # π_θ of a token of a batch is below this
 
 
 class Point(NamedTuple):
@@ -496,27 +498,24 @@ def _tokens_to_measure(box: BlackBox) -> list[Token]:
     clamp. So are tokens whose π_θ = π_old r would be nearly 1 or more.
     """
     jumps = [point for point, _ in box.jumps if not point.high_entropy]
-    tokens = [
-        (A, mu, float(r))
-        for A in GRID_ADVANTAGES
-        for mu in MU
-        for r in np.exp(LOG_R)
-        if mu * r < 0.999
-    ]
+    on_grid = product(GRID_ADVANTAGES, MU, np.exp(LOG_R))
+    tokens = [(A, mu, float(r)) for A, mu, r in on_grid]
     for jump in jumps:
+        of_same_sign = [A for A in GRID_ADVANTAGES if A * jump.A > 0]
         beside = (jump.r * (1 - box.resolution), jump.r * (1 + box.resolution))
         probabilities = [jump.mu] if box.reads_mu else MU
         tokens += [
-            (A, mu, r)
-            for A in GRID_ADVANTAGES
-            if A * jump.A > 0
-            for r in beside
-            for mu in probabilities
-            if mu * r < 0.999
+            (A, mu, r) for A, r, mu in product(of_same_sign, beside, probabilities)
         ]
     bounds = [] if box.reads_mu else [jump.r for jump in jumps]
+    nearest = 0.9 * box.resolution  # the tokens beside a jump are farther from it
+
+    def is_on_bound(r: float) -> bool:
+        """Return whether a ratio is on one of the bounds."""
+        return any(abs(r / bound - 1) < nearest for bound in bounds)
+
     return [
         (A, mu, r)
         for A, mu, r in tokens
-        if not any(abs(r / bound - 1) < 0.9 * box.resolution for bound in bounds)
+        if mu * r < NEARLY_CERTAIN and not is_on_bound(r)
     ]

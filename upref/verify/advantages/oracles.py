@@ -246,18 +246,19 @@ def random(case: AdvantageCase) -> Iterator[Finding]:
 
 
 def _groups_with_spread(batch: RewardBatch) -> RewardBatch:
-    """Return the groups whose rewards differ, numbered from 0. `singletons` and
+    """Return the rows of the groups whose rewards differ, with ids from 0 in the order in
+    which they come first. The batch is empty where there are none. `singletons` and
     `equal_rewards` compare the other groups.
     """
-    batch = batch.take(
-        [
-            i
-            for i, group_id in enumerate(batch.group)
-            if len({batch.R[j] for j in batch.rows_of(group_id)}) > 1
-        ]
-    )
-    number_of = {group_id: i for i, group_id in enumerate(dict.fromkeys(batch.group))}
-    return replace(batch, group=tuple(number_of[group_id] for group_id in batch.group))
+
+    def has_spread(group_id: int) -> bool:
+        """Return whether the rewards of a group differ."""
+        return len({batch.R[row] for row in batch.rows_of(group_id)}) > 1
+
+    rows = [i for i, group_id in enumerate(batch.group) if has_spread(group_id)]
+    kept = batch.take(rows)
+    number_of = {group_id: i for i, group_id in enumerate(dict.fromkeys(kept.group))}
+    return replace(kept, group=tuple(number_of[group_id] for group_id in kept.group))
 
 
 LONE_ROWS = (0, 4)  # of LONE_RESPONSES: those without a peer

@@ -259,14 +259,21 @@ def shift_faults(
 
 
 def _shifted(formula: Formula, role: str, late: set[str], every: set[str]) -> Formula:
-    """Return a formula of inputs without their first slot (late) or their last one."""
+    """Return a formula of inputs without their first slot (late) or their last one.
+
+    Args:
+        formula: the gradient of a loss by the input `role`.
+        role: that input.
+        late: the inputs that lose their first slot.
+        every: all inputs that lose a slot.
+    """
 
     def shifted(inputs: Inputs, settings: Settings) -> Tensor:
         """Return the gradient, 0 on the slot that is left out."""
-        cut = {
-            name: (x[:, 1:] if name in late else x[:, :-1]) if name in every else x
-            for name, x in inputs.items()
-        }
+        cut = dict(inputs)
+        for name in every & inputs.keys():
+            x = inputs[name]
+            cut[name] = x[:, 1:] if name in late else x[:, :-1]
         gradient = formula(cut, settings)
         out = torch.zeros_like(inputs[role], dtype=torch.float64)
         kept = slice(1, None) if role in late else slice(None, -1)

@@ -55,9 +55,9 @@ def every_value(case: LossCase) -> Iterator[Finding]:
         case: the loss and its objective.
 
     Yields:
-        A failure on the solver's batch where the weights differ. Where they do not, a
-        failure for each number with which the code compares a size, if batches on one
-        side of it are wrong.
+        A failure on the solver's batch where the weights differ, if a check finds its
+        weights wrong too. Where they do not differ, a failure for each number with which
+        the code compares a size, if a batch on one side of it is wrong.
     """
     found = compare_few(case.loss, case.objective, case.hp)
     case.cache["every-value"] = found
