@@ -27,11 +27,16 @@ from upref.user_code.guard import (
 
 
 def load(target: str) -> Callable[..., Any]:
-    """Return the callable of that name; InputError where there is none, or where its file
-    does not import.
+    """Return the callable of that name. Its module is imported; what this changes of the
+    process stays.
 
     Args:
-        target: package.module:function or FILE.py:function.
+        target: package.module:function or FILE.py:function; the function may be an
+            attribute of one, as in a.b.
+
+    Raises:
+        InputError: there is none of this name, it is not callable, or its file does not
+            import.
     """
     where, colon, attr = target.rpartition(":")
     if not colon or not where or not attr:

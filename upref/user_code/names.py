@@ -245,8 +245,8 @@ def _is_of_something_else(words_of_name: list[str]) -> bool:
 
 
 def _role_of_log_prob(words_of_name: list[str]) -> str:
-    """Return which policy's log-probabilities a name means, by its words; "" where it
-    means none.
+    """Return which policy's log-probabilities a name means, by its words: logp_ref,
+    logp_old or logp, in this order where several fit; "" where it means none.
     """
     # words without a separator, as `oldlogprobs` and `logpsref`
     joined_words = [

@@ -169,8 +169,8 @@ def _with_own_defaults(
     skip: Sequence[str],
     hp: dict[str, Any],
 ) -> Report:
-    """Return the report. If the loss agrees at its own default hyperparameters, every
-    failure gets that as a cause.
+    """Return the report. If it fails, and the loss agrees at its own default
+    hyperparameters, every failure gets that as a cause, beside its own if that says why.
     """
     own_defaults = {k: v for k, v in loss.own_defaults.items() if v != report.hp.get(k)}
     if report or not own_defaults:

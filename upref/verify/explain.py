@@ -889,7 +889,7 @@ def fits_but_ties(
 
 def _other_hyperparameters(case: LossCase, bounds: list[float]) -> Iterator[LossFault]:
     """Yield the faults that the objective has other hyperparameters: its two bounds
-    swapped, those that are recovered from the loss, and another beta.
+    swapped; those that are recovered from the loss; no KL term, or one of the other sign.
     """
     from upref.verify.match import recover
 

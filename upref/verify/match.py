@@ -445,7 +445,9 @@ class HyperparameterSearch:
         self, hp: dict[str, Any], key: str, continuous_at: dict[str, np.ndarray]
     ) -> Iterator[float | None]:
         """Yield values of one hyperparameter, each of which gives the objective the
-        measured weight at one point.
+        measured weight at one point: at a jump, or where the weight is continuous in it.
+        None comes first if it may be absent, then 0 for a clip width if the weight jumps
+        at r = 1. A point is left out if both ends of the range are on one side of it.
         """
         if self.objective.hyperparameters[key] is None:
             yield None

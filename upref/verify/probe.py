@@ -397,7 +397,10 @@ def _point_at(r: float, A: float, mu: float | None, high_entropy: bool) -> Point
 
 
 def _with_curve(box: BlackBox) -> BlackBox:
-    """Return a black box with the weight on a grid of ratios, and with every jump."""
+    """Return a black box with the weight on a grid of ratios, and with every jump and the
+    points on its two sides: for both signs of A, and again at other π_old, or beside
+    another token, where the weight depends on that. A random loss gets no jumps.
+    """
     # fewer ratios where the weight depends on the batch: each costs a call
     grid = np.exp(MANY_LOG_R[:: 3 if box.batch_coupled else 1])
     lines: list[tuple[float, float | None, bool]] = [(A, None, False) for A in SIGNS]

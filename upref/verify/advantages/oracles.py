@@ -92,7 +92,9 @@ def silent_if_wrong(
 
 @oracle("values", needed=True)
 def values(case: AdvantageCase) -> Iterator[Finding]:
-    """Compare on groups of one size, and report the eps that was measured."""
+    """Compare on groups of one size, and report the eps that was measured if the user gave
+    none: an eps above LARGE_EPS is a failure, a smaller one a note.
+    """
     yield from case.compare("values", "even groups", EVEN_GROUPS)
     eps = case.denominator.eps
     if not eps or "eps" in case.hp:
@@ -150,6 +152,13 @@ def large_groups(case: AdvantageCase) -> Iterator[Finding]:
 def group_ids(case: AdvantageCase) -> Iterator[Finding]:
     """Compare on prompt ids that are not 0, 1, 2, ... A function may refuse some ids, but
     its numbers may not depend on them.
+
+    Args:
+        case: the function and its estimator.
+
+    Yields:
+        A failure for each kind of ids that changes the numbers; then a note with the kinds
+        that are refused, and one with those that take too many lines of Python.
     """
     if "interleaving" in case.failed:
         return
@@ -267,7 +276,10 @@ LONE_ROWS = (0, 4)  # of LONE_RESPONSES: those without a peer
 @oracle("singletons", not_run=either(no_ids, no_groups))
 @silent_if_wrong
 def singletons(case: AdvantageCase) -> Iterator[Finding]:
-    """Report a prompt with one response whose advantage is not 0."""
+    """Report a prompt with one response whose advantage is not 0, of the first that is
+    found: a note for a finite number of leave_one_out, else a failure. A function that is
+    wrong anyhow is reported only for a number that is not finite.
+    """
     A = case.function(LONE_RESPONSES)
     expected = case.expected(LONE_RESPONSES)
     for row in LONE_ROWS:
@@ -306,7 +318,9 @@ def singletons(case: AdvantageCase) -> Iterator[Finding]:
 @silent_if_wrong
 def equal_rewards(case: AdvantageCase) -> Iterator[Finding]:
     """Report a prompt whose responses all have one reward, and an advantage that is not
-    0.
+    0: a note where rounding of the mean, divided by eps, makes it at most
+    LARGE_ADVANTAGE; else a failure. A function that is wrong anyhow is reported only for
+    a number that is not finite.
     """
     batch = exact.EQUAL_REWARDS
     if case.name == "whiten":

@@ -185,7 +185,15 @@ def is_different(expected: Tensor, found: Tensor, batch: Rollouts) -> bool:
 def _report(
     function: Function, words: str, found: Comparison, of_rewards: str
 ) -> Proof:
-    """Return what was found, in numbers and words."""
+    """Return what was found as a Proof, with the advantage that differs most if there is a
+    counterexample.
+
+    Args:
+        function: the user's.
+        words: the estimator, in words.
+        found: what the comparison found.
+        of_rewards: for which rewards and prompts the proof holds, in words.
+    """
     is_rounded = found.is_rounded and found.status == "proved"
     proof = Proof(
         function.name,

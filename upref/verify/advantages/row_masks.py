@@ -40,7 +40,16 @@ def no_row_mask(case: AdvantageCase) -> str:
 
 @oracle("response-mask", not_run=no_row_mask)
 def response_mask(case: AdvantageCase) -> Iterator[Finding]:
-    """Compare the responses that are kept with a batch that has no others."""
+    """Compare the responses that are kept with a batch that has no others. Yield a failure
+    at the response that is off by most, with its cause if the others count in the mean,
+    as they are or as rewards of 0.
+
+    Args:
+        case: the function and its estimator.
+
+    Raises:
+        InputError: the function refuses the batch.
+    """
     batch = case.batch(REWARDS)
     expected = case.expected(batch.take(list(ROWS)))
     words = "two responses that the mask leaves out"

@@ -25,6 +25,14 @@ def why_no_sizes(case: AdvantageCase) -> str:
 def shift_and_scale(case: AdvantageCase) -> Iterator[Finding]:
     """Compare on rewards of any size and beside any offset. float32 holds all of them
     exactly.
+
+    Args:
+        case: the function and its estimator.
+
+    Yields:
+        A failure for large rewards, one for much larger ones, and one for the first of the
+        small ones that fails. Where the denominator was measured at large rewards alone,
+        small ones may be divided by more, which is a note.
     """
     yield from case.compare(
         "shift-and-scale", "rewards times 8, plus 16", EVEN_GROUPS.times(8, plus=16)

@@ -187,8 +187,9 @@ def no_tokens(case: AdvantageCase) -> str:
 
 @oracle("token-rewards", not_run=no_tokens)
 def token_rewards(case: AdvantageCase) -> Iterator[Finding]:
-    """Compare on masks with holes and on several rewards in a response, and say what
-    becomes of a reward on an untrained token.
+    """Compare on masks with holes and on several rewards in a response, up to the first
+    batch that fails; if none does, say what becomes of a reward on an untrained token.
+    `signed`, which reads rewards of 0 and 1, is compared on the first batch alone.
     """
     for batch in BATCHES:
         if batch is not ONE_REWARD and case.name == "signed":
@@ -295,7 +296,8 @@ JUNK = (3.0, math.nan)  # in masked slots
 
 def _on_masked(case: AdvantageCase) -> Iterator[Finding]:
     """Note that a number, or NaN, in the masked slots of responses with trained tokens
-    reaches the advantages. NaN that makes them other numbers is a failure.
+    reaches the advantages, or is refused; the first of the two that does. NaN that makes
+    them other finite numbers is a failure.
     """
     right = case.expected(ONE_REWARD.read(_summed))
     tol = max(case.function.tol, 1e-6)

@@ -157,7 +157,10 @@ def _whitened_over_batch(
 
 
 def _changes_of_right_advantages() -> Iterator[AdvantageFault]:
-    """Yield the faults that change the right advantages, or take another estimator."""
+    """Yield the faults that change the right advantages, their sign, their size or the row
+    that gets them, and then those that take another estimator. Where several give the same
+    advantages, the first is named.
+    """
     itself = "the mean includes the response itself: G/(G-1) is missing"
     yield _other_estimator(
         itself,

@@ -653,6 +653,10 @@ def kl_added(beta: float) -> LossFault:
 def kl_faults(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     """Yield the faults of the KL term. Each keeps the objective's other weights.
 
+    For each estimator, the objective's own first: it is another one, has another form, or
+    is folded into the advantage. Then a known fault of an estimator, a clamp, one number
+    for each response, and a term for some A alone.
+
     Args:
         objective: an objective with a KL term.
         hp: its hyperparameters; beta is not 0.
@@ -1306,7 +1310,9 @@ def _other_sign_faults(form: ClippedForm) -> Iterator[LossFault]:
 
 
 def _minimum_faults(form: ClippedForm) -> Iterator[LossFault]:
-    """Yield the faults of the minimum of r A and clip(r) A."""
+    """Yield the faults of the minimum of r A and clip(r) A: it is missing or a maximum, one
+    of its terms is detached, or the clip acts on something else.
+    """
     ratio = form.objective.ratio_symbol
 
     def maximum_of_two(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
@@ -1494,7 +1500,9 @@ def _inverted_ratio_faults(form: ClippedForm) -> Iterator[LossFault]:
 
 
 def _advantage_faults(form: ClippedForm) -> Iterator[LossFault]:
-    """Yield the faults of what the advantage is replaced by."""
+    """Yield the faults that a function of A replaces it, that one sign of A has no
+    gradient, and that the formulas of the two signs are exchanged.
+    """
     j = form.own_term()
 
     def of_other_advantage(

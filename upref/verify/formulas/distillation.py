@@ -310,7 +310,11 @@ Words = Iterator[tuple[str, str, PerToken]]
 
 
 def _faults_of_divergence(d: Distillation) -> Words:
-    """Yield the words, ids and losses per token of what is done otherwise."""
+    """Yield the words, ids and losses per token of what is done otherwise, in the order in
+    which they are tried: clamps of a token's loss, other divergences, faults of a sum over
+    the whole vocabulary, those of the temperature and the logits, and those of the k
+    tokens of a truncation.
+    """
 
     def right(inputs: Inputs, settings: Settings) -> Tensor:
         """Return the right loss of each token."""
@@ -494,7 +498,13 @@ def _beta(d: Distillation, settings: Settings) -> dict[str, float]:
 def _faults_of_terms(
     d: Distillation, swapped: Callable[[Inputs, Settings], Tensor]
 ) -> Words:
-    """Yield the faults of a sum over the whole vocabulary."""
+    """Yield the words, ids and losses per token of the faults of a sum over the whole
+    vocabulary. jsd has none of those of the two KL divergences.
+
+    Args:
+        d: the divergence, without a truncation.
+        swapped: the loss per token with student and teacher exchanged.
+    """
 
     def of_logs(
         formula: Callable[[Tensor, Tensor], Tensor],
@@ -649,7 +659,12 @@ def _jsd_of_logs(q: Tensor, p: Tensor, beta: float, normalized: bool = False) ->
 
 
 def _faults_of_sampled(name: str) -> Words:
-    """Yield the faults of forms that have the sampled token alone."""
+    """Yield the words, ids and losses per token of the faults of a form that has the
+    sampled token alone.
+
+    Args:
+        name: a key of SAMPLED.
+    """
     d = {"sampled_reverse_kl": "KL(π ‖ π_T)", "sampled_forward_kl": "KL(π_T ‖ π)"}[name]
 
     def logs(

@@ -564,7 +564,15 @@ def _turn_faults(name: str) -> Iterator[TokenFault]:
         order: str,
         centred: bool,
     ) -> Tensor:
-        """Return the advantages with this normalization."""
+        """Return the advantages with this normalization.
+
+        Args:
+            inputs: tensors by role.
+            settings: gamma, ddof and eps.
+            ids: from the inputs to the ids among which turns are normalized.
+            order: a key of `orders`.
+            centred: whether the mean is subtracted, and nothing divides.
+        """
         mask, rewards = (
             inputs["mask"],
             torch.where(inputs["mask"], inputs["rewards"], 0),
@@ -655,7 +663,9 @@ def _spread(ids: Tensor, inputs: Inputs) -> Tensor:
 
 
 def _step_faults(name: str) -> Iterator[TokenFault]:
-    """Yield the faults of steps that are normalized by state."""
+    """Yield the faults of steps that are normalized by state. Of GiGPO, which adds the
+    advantage of the response, yield those of the sum too.
+    """
 
     def part(
         inputs: Inputs,
@@ -782,7 +792,12 @@ def _episode_of_return(inputs: Inputs, settings: Settings) -> Tensor:
 
 # ---- a teacher's log-probabilities ---------------------------------------------------
 def _teacher_faults(name: str) -> Iterator[TokenFault]:
-    """Yield the faults of returns of a teacher's log-probabilities."""
+    """Yield the faults of returns of a teacher's log-probabilities, or of a term of the
+    teacher that is added to an advantage.
+
+    Args:
+        name: a key of TEACHER. Only `distillation` has the added term.
+    """
 
     def rewards(inputs: Inputs, masked: bool = True) -> Tensor:
         """Return log π_teacher - log π, [N, K]; `masked`: 0 on untrained slots."""

@@ -521,8 +521,10 @@ def untrained_numbers(case: FormulaCase) -> Iterator[Finding]:
 
 @oracle("untrained-rewards", not_run=no_mask_or_wrong)
 def untrained_rewards(case: FormulaCase) -> Iterator[Finding]:
-    """Say what becomes of a reward that arrives on an untrained slot. Both usual
-    conventions are right; a reward that is neither dropped nor moved is a failure.
+    """Say what becomes of a reward that arrives on an untrained slot, behind the last
+    trained one. Both usual conventions are right: a reward that is dropped is a note, and
+    of one that counts at the last trained slot nothing is said. Anything else is a
+    failure; a function that refuses such rewards gets a note.
     """
     if "rewards" not in case.function.reads or case.name in TEACHER:
         return

@@ -495,7 +495,10 @@ def outside(case: NucleusCase) -> Iterator[Finding]:
 
 @oracle("ties", 40, _wrong)
 def ties(case: NucleusCase) -> Iterator[Finding]:
-    """Note a function that keeps some of several equal logits at the edge of top-k."""
+    """Note a function of logits that keeps one of two equal logits at the edge of top-k,
+    or whose numbers are not those of keeping both. Nothing is compared without a top-k,
+    or with a top-p that is built in.
+    """
     if case.top_k is None or case.kernel.kind == "hidden":
         return
     _, problem, _ = case.solve()[0]

@@ -141,7 +141,8 @@ class KernelCase:
         names: set[str],
         most: float = 3.0,
     ) -> bool:
-        """Return whether the reference with changed stages gives the numbers found.
+        """Return whether the reference with changed stages gives the numbers found. It
+        does not where the problem lacks a stage that is changed.
 
         Args:
             stages: the changed stages.
@@ -443,7 +444,10 @@ def padding(case: KernelCase) -> Iterator[Finding]:
     not_run=lambda case: wrong(case) or (LOSES_GPU if case.kernel.on_gpu else ""),
 )
 def ignored_ids(case: KernelCase) -> Iterator[Finding]:
-    """Compare where masked tokens have the id -100, and note what they get for it."""
+    """Compare where masked tokens have the id -100. Wrong numbers of other tokens are a
+    failure. A refusal is a note, and so is a log-probability of the id that is 100 from
+    the end of the vocabulary.
+    """
     problem = problems.ignored(case.kernel)
     assert problem.keep is not None
     V = states(problem).shape[-1]
@@ -577,7 +581,10 @@ def rounded(
     ),
 )
 def large(case: KernelCase) -> Iterator[Finding]:
-    """Compare on the vocabularies of two real models, the larger one with gradients."""
+    """Compare on the vocabularies of two real models, the larger one with gradients and
+    only if the smaller one is right. What rounding moves, and a refusal of the larger one,
+    are notes.
+    """
     largest = dict.fromkeys(VALUES, 0.0)
     is_right = True
     for words, problem in problems.large(case.kernel).items():
@@ -608,7 +615,8 @@ def large(case: KernelCase) -> Iterator[Finding]:
 @oracle("bfloat16", not_run=wrong)
 def bfloat16(case: KernelCase) -> Iterator[Finding]:
     """Compare on inputs in bfloat16: the numbers, a factor that they share, and how dW
-    is added up.
+    is added up. An error of dW above MANY times that of rounding the exact one once is a
+    failure, above ONE_ROUNDING a note. A refusal of bfloat16 is a note.
     """
     problem = problems.random_problem(case.kernel, 8191, 7, 8, 13)
     ones = torch.ones_like(problem.tokens).double()

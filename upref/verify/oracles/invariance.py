@@ -737,7 +737,9 @@ def scaling(case: LossCase) -> list[Finding]:
         case: the loss and its objective.
 
     Returns:
-        A failure with the smallest batch.
+        A failure with the smallest batch. Its cause is that the size of A is divided out,
+        that A enters squared, or that A is clipped, if one of these explains it. Nothing
+        if the gradient triples.
     """
     batch = grid_off_bounds(case)
 
