@@ -11,6 +11,20 @@ loop      one response after the other
 packed    padding dropped, tokens end to end
 weights   the gradient written down: a constant weight times log π_θ
 groups    a denominator for each prompt
+
+`write` makes a module, here of GRPO in the style `loop`:
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        total = 0.0
+        for i in range(len(mask)):
+            m = mask[i]                              # `_inputs`
+            lp = log_prob[i][m]
+            old = old_log_prob[i][m]
+            A = advantages[i][m]
+            r = torch.exp(lp - old)                  # `core`, from the objective's code
+            J = torch.minimum(r * A, torch.clamp(r, 1 - 0.2, 1 + 0.2) * A)
+            total = total + J.sum() / m.sum()        # `_reduced`
+        return -total / len(mask)
 """
 
 import ast
@@ -118,6 +132,10 @@ def _local(line: str) -> str:
 def write(c: Config, style: str) -> str:
     """Return the source of a module with the function `loss`: the objective at its
     hyperparameters in the style.
+
+    Its parts, in order: helpers, the lines of `_inputs`, the statements and the
+    expression J of `core` (in `weights` the weight, times lp), the KL term if beta is
+    not 0, and the lines of `_reduced`.
     """
     of = "weights" if style == "weights" else "fn"
     aids, lines, J = core(c, of)
@@ -253,6 +271,9 @@ def _inputs(c: Config, style: str) -> list[str]:
 def _reduced(c: Config, style: str, tokens: bool) -> list[str]:
     """Return the lines that turn J into the loss, by the objective's aggregation in the
     style. tokens: J has a value for each token, not one for each response.
+
+    The last line returns the loss. In the style `loop` those before it are of the
+    loop's body, and add to `total` and `count`, which `write` has begun.
     """
     agg = c.o.agg
     if style == "loop":
