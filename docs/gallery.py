@@ -181,7 +181,12 @@ def facts_of(finding: ReplayFinding) -> dict[str, str]:
 
 
 def main(folder: Path = PICTURES, file: Path = RECORD) -> None:
-    """Draw every picture, and record what replay says of each."""
+    """Draw the picture of every entry, and record what replay finds in each.
+
+    Args:
+        folder: of the pictures; it is made.
+        file: of the record.
+    """
     import matplotlib
 
     torch.set_num_threads(1)

@@ -34,6 +34,7 @@ class Page(HTMLParser):
     """
 
     def __init__(self, file: Path):
+        """Read the page in a file."""
         super().__init__()
         self.ids: set[str] = set()
         self.links: list[str] = []

@@ -206,14 +206,11 @@ def load_tree(path: Path) -> Any:
     """
     try:
         with safe_open(path, "pt") as f:
-            tensors, facts = (
-                {name: f.get_tensor(name) for name in f.keys()},  # noqa: SIM118
-                f.metadata(),
-            )
+            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+            facts = f.metadata()
+            is_now = _digest_of_tree(facts["tree"], tensors)
             # files from before this digest have none
-            if "digest" in facts and facts["digest"] != _digest_of_tree(
-                facts["tree"], tensors
-            ):
+            if facts.get("digest", is_now) != is_now:
                 raise ValueError("its content is not what was written")
             return _tree(json.loads(facts["tree"]), tensors.__getitem__)
     except (

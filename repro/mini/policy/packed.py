@@ -55,22 +55,18 @@ class Qwen3:
         self.layers = []
         for layer in m.layers:
             a, mlp = layer.self_attn, layer.mlp
-            self.layers.append(
-                Layer(
-                    torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight])
-                    * layer.input_layernorm.weight,
-                    torch.cat(
-                        [
-                            a.q_norm.weight.expand(self.heads, -1),
-                            a.k_norm.weight.expand(self.kv, -1),
-                        ]
-                    ),
-                    a.o_proj.weight,
-                    torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-                    * layer.post_attention_layernorm.weight,
-                    mlp.down_proj.weight,
-                )
+            qkv = torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight])
+            of_queries = a.q_norm.weight.expand(self.heads, -1)
+            of_keys = a.k_norm.weight.expand(self.kv, -1)
+            gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+            joined = Layer(
+                qkv=qkv * layer.input_layernorm.weight,
+                turn=torch.cat([of_queries, of_keys]),
+                out=a.o_proj.weight,
+                gate_up=gate_up * layer.post_attention_layernorm.weight,
+                down=mlp.down_proj.weight,
             )
+            self.layers.append(joined)
 
     def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin of RoPE for tokens at these positions, each [n, 1, D].
@@ -223,6 +219,12 @@ def response_logits(
 class Reader:
     """Reads prompts, then one token a row at a time; its cache has a place for all
     tokens from the start.
+
+    Attributes:
+        first: logits of each prompt's next token, [P, V].
+        done: how many tokens each row has.
+        rope: cos and sin of all positions.
+        cache: of each layer, keys and values [rows, G, L + length, D].
     """
 
     def __init__(self, model: PreTrainedModel, prompts: Tensor, length: int):
@@ -231,12 +233,9 @@ class Reader:
         net, (P, L) = self.net, prompts.shape
         self.rope = net.turns(torch.arange(L + length))
         x, turns = net.words[prompts.flatten()], net.turns(torch.arange(L).repeat(P))
-        hide = (
-            torch.ones(L, L)
-            .triu(1)
-            .mul_(torch.finfo(torch.float32).min)
-            .repeat(net.share, 1)
-        )
+        least = torch.finfo(torch.float32).min
+        later = torch.ones(L, L).triu(1).mul_(least)  # a token does not look ahead
+        hide = later.repeat(net.share, 1)
         self.cache = []
         for layer in net.layers:
             q, k, v = (y.reshape(P * L, -1) for y in net.read(x, layer, turns))
