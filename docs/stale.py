@@ -74,28 +74,27 @@ def ask(question: Question) -> Effect:
     return effects.plain(question, runs(), seeds(), asked)
 
 
-def minus(number: str, first: str, other: str, group: str = "s16") -> Effect:
-    """Return the effect of one method minus another.
+def minus(number: str, first: str, other: str) -> Effect:
+    """Return the effect of one method minus another, 16 rollouts stale.
 
     Args:
         number: METRIC, METRIC/DECODING or METRIC@AT.
         first: a method.
         other: the method that is subtracted.
-        group: of both.
     """
-    return ask(difference(number, first, other, group))
+    return ask(difference(number, first, other, "s16"))
 
 
-def change(number: str, before: str, arm: str, group: str = "s16") -> Effect:
-    """Return the effect of one number of a method minus another of it.
+def change(number: str, before: str, arm: str) -> Effect:
+    """Return the effect of one number of a method minus another of it, 16 rollouts
+    stale.
 
     Args:
         number: METRIC, METRIC/DECODING or METRIC@AT.
         before: the number that is subtracted.
         arm: the method.
-        group: its group.
     """
-    terms = (term_of(number, arm, group), term_of(before, arm, group, -1.0))
+    terms = (term_of(number, arm, "s16"), term_of(before, arm, "s16", -1.0))
     return ask(Question(number, terms))
 
 

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient ascent on the expected objective: k updates from one π_old, then a new
-π_old, and so on.
+"""Gradient ascent on the expected objective: k updates from one π_old, then a new π_old, and
+so on.
 
     θ <- θ + lr ∇ E_old[J(θ)]
 
 Plain ascent, so that an update is nothing but the objective's: no momentum, no clipping
 of gradients. (Adam gives every logit of a table a step of about lr, however rare its
-token; tables "with Adam" show what that changes.) The mini-batch is infinite, so a path
-is the limit of many prompts, not the mean of the paths of small batches; `drawn` is for
-those: each possible group alone, k epochs on it, weighted by its probability.
+token; tables "with Adam" show what that changes.) The mini-batch is infinite, so a path is
+the limit of many prompts, not the mean of the paths of small batches.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 from repro.exact import expected
 from repro.exact.expected import Rows
 from repro.exact.task import F64, Task
-from upref import advantages
 from upref.errors import InputError
 from upref.registry import Objective
 
@@ -56,7 +54,6 @@ def path(
     k: int | list[int] | Tensor,
     G: int | None = 8,
     adv: str | None = None,
-    way: str = "",
     adam: bool = False,
     **hp,
 ) -> Iterator[State]:
@@ -70,7 +67,6 @@ def path(
         k: updates from one π_old, a number, or one per policy; 0: π_old stays.
         G: responses to a prompt; None: infinitely many.
         adv: an advantage estimator instead of the objective's own.
-        way: "counts" or "groups"; "": `expected.choose` decides.
         adam: Adam's steps (betas 0.9, 0.999; eps 1e-8) instead of plain ascent.
         **hp: hyperparameters of the objective.
 
@@ -84,7 +80,7 @@ def path(
             "a path needs a learning rate > 0 and k >= 0 updates from one π_old."
         )
     lp_old, update = task.log_probs(theta), 0
-    rows = expected.rows(task, lp_old, objective, G, adv, way)
+    rows = expected.rows(task, lp_old, objective, G, adv)
     m, v = torch.zeros_like(theta), torch.zeros_like(theta)
     while True:
         # the policies that get a new π_old
@@ -92,7 +88,7 @@ def path(
         lp = task.log_probs(theta)
         if update and new.any():
             lp_old = torch.where(new[:, None, None], lp, lp_old)
-            rows = expected.rows(task, lp_old, objective, G, adv, way)
+            rows = expected.rows(task, lp_old, objective, G, adv)
         g = gradient(task, objective, theta, lp_old, rows, **hp)
         yield State(update, theta, lp, lp_old, task.responses(lp), g, rows)
         update += 1
@@ -116,48 +112,3 @@ def gradient(
     return torch.autograd.grad(
         expected.J(task, objective, lp, lp_old, rows, table, **hp), theta
     )[0]
-
-
-def drawn(
-    task: Task,
-    objective: Objective,
-    theta: Tensor,
-    groups: Tensor,
-    *,
-    lr: float,
-    k: int,
-    adv: str | None = None,
-    watch: Callable[[Tensor], object] = lambda g: None,
-    **hp,
-) -> Tensor:
-    """Return θ after k epochs on each group alone, by plain ascent, [M, D, V].
-
-    Args:
-        task: all responses.
-        objective: whose J rises.
-        theta: where each starts, [1, D, V] or [M, D, V].
-        groups: [M, G], indices of responses to one prompt; one policy each.
-        lr: learning rate.
-        k: epochs.
-        adv: an advantage estimator instead of the objective's own.
-        watch: called with the gradient of each epoch.
-        **hp: hyperparameters of the objective.
-    """
-    M, G = groups.shape
-    start = theta.expand(M, *theta.shape[1:])
-    policy = torch.arange(M)[:, None].expand(M, G).reshape(-1)
-    A = advantages.get(adv or objective.adv)(task.reward[groups].reshape(-1), policy)
-    rows = Rows(
-        policy=policy,
-        response=groups.reshape(-1),
-        A=A,
-        weight=torch.full((M * G,), 1 / G, dtype=F64),
-        group=policy,
-        groups=M,
-    )
-    lp_old, theta = task.log_probs(start), start
-    for _ in range(k):
-        g = gradient(task, objective, theta, lp_old, rows, **hp)
-        watch(g)
-        theta = theta + lr * g
-    return theta

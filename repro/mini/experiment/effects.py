@@ -36,6 +36,7 @@ from repro.mini.experiment.questions import (
 # (arm, group, base, seed) -> record
 Runs = dict[tuple[str, str, str, int], RunRecord]
 Places = NDArray[np.int_]  # indices of seeds
+PLAIN_LEVEL = 0.05  # of an interval that is corrected for nothing: 95 %
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,6 @@ class Effect:
             word = "gains" if self.low > 0 else "loses"
             return f"{word} by less than {margin:g}" if within else word
         return "no difference" if within else "undecided"
-
-    @property
-    def decided(self) -> bool:
-        """Whether the word is gains, loses or no difference."""
-        return self.word not in ("not finished", "undecided", "out of reach")
 
 
 # ---- differences ---------------------------------------------------------------------
@@ -282,7 +278,6 @@ def plain(
     runs: Runs,
     seeds: Sequence[int],
     bases: Sequence[str],
-    level: float = 0.05,
 ) -> Effect:
     """Return the effect over all finished seeds, with an interval that is corrected for
     nothing; without one, and so "not finished", below two seeds.
@@ -292,14 +287,13 @@ def plain(
         runs: (arm, group, base, seed) -> record.
         seeds: of which the finished ones count.
         bases: of all its groups.
-        level: of the interval.
     """
     d = differences(question, runs, finished(question, runs, seeds, bases), bases)
     if len(d) < 2:
         return described(question, d)
     # equal numbers differ by 0, and not by the rounding error of their sums
     d = np.round(d, 9)
-    return described(question, d, *interval(d.mean(1), level))
+    return described(question, d, *interval(d.mean(1), PLAIN_LEVEL))
 
 
 def at_looks(
