@@ -95,10 +95,9 @@ def run(
         raise InputError(
             f"{root} is no checkout of the repository: run `python -m paper claims --run` in one."
         )
-    asked = {
-        kind: sorted({x for c in claims for k, x in c.pointers if k == kind})
-        for kind in ("derivations", "mini", "exact", "tests")
-    }
+    asked: dict[str, list[str]] = {}  # kind of evidence -> pointers, each once
+    for kind in ("derivations", "mini", "exact", "tests"):
+        asked[kind] = sorted({x for c in claims for x in getattr(c, kind)})
     jobs: list[Future] = []
     with ThreadPoolExecutor(2) as pool, _ended(jobs):
         jobs += [pool.submit(derivations, asked["derivations"], root)]

@@ -148,9 +148,8 @@ def _counted(n: int, verdict: str) -> str:
 
 def made(computed: dict) -> str:
     """Return when and at which commits these entries of computed.json were made."""
-    dates, commits = (
-        sorted({c[key] for c in computed.values()}) for key in ("date", "commit")
-    )
+    dates = sorted({entry["date"] for entry in computed.values()})
+    commits = sorted({entry["commit"] for entry in computed.values()})
     if not dates:
         return "Never computed."
     at = "commit" if len(commits) == 1 else "commits"

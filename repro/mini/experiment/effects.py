@@ -29,6 +29,7 @@ from repro.mini.experiment.questions import (
     Numbers,
     Question,
     RunRecord,
+    Term,
     answers,
     number,
 )
@@ -218,12 +219,13 @@ def _pseudo_values(
     """Return the jackknife's pseudo-values of the distance of two arms at equal Avg@32,
     on one base, [seeds].
     """
-    first, other = (
-        np.stack(
-            [questions.curve(runs[term.arm, term.group, base, seed]) for seed in seeds]
-        )
-        for term in question.terms
-    )
+
+    def curves(term: Term) -> Numbers:
+        """Return the curve of each seed, [seeds, steps, decodings, 2]."""
+        of_term = [runs[term.arm, term.group, base, seed] for seed in seeds]
+        return np.stack([questions.curve(run) for run in of_term])
+
+    first, other = map(curves, question.terms)
     term = question.terms[0]
     some_run = runs[term.arm, term.group, base, seeds[0]]
     decodings = some_run["settings"]["decodings"]
@@ -231,6 +233,7 @@ def _pseudo_values(
     at = names.index(question.decoding)
 
     def distance(kept: Places) -> float:
+        """Return the distance of the two arms, by the seeds at these indices."""
         return at_equal_avg(first[kept], other[kept], at)
 
     return jackknife(distance, len(seeds))

@@ -24,7 +24,7 @@ from repro.mini.experiment import (
     words,
 )
 from repro.mini.experiment.effects import Effect
-from repro.mini.experiment.plan import Plan
+from repro.mini.experiment.plan import Cell, Plan
 from repro.mini.experiment.questions import RunRecord
 from upref.markdown import table
 
@@ -210,16 +210,16 @@ def _with_decodings(plan: Plan, known: Known) -> dict[str, dict[str, list[RunRec
     """Return group -> arm -> the runs that were evaluated by several decodings, of the
     seeds that every arm with a run in this group has, on any base.
     """
-    there = plan.runs(known)
+    runs_of: dict[Cell, list[tuple[int, RunRecord]]] = {}  # with their seeds
+    for (arm, group, _, seed), run in plan.runs(known).items():
+        runs_of.setdefault(Cell(arm, group), []).append((seed, run))
     found: dict[str, dict[str, list[RunRecord]]] = {}
     for group in [asked["name"] for asked in plan.groups]:
-        cells = [
-            cell for cell in plan.cells([group]) if any(at[:2] == cell for at in there)
-        ]
-        by_cell = [{at[3] for at in there if at[:2] == cell} for cell in cells]
-        seeds = set.intersection(*by_cell) if by_cell else set()
+        cells = [cell for cell in plan.cells([group]) if cell in runs_of]
+        seeds_of = [{seed for seed, _ in runs_of[cell]} for cell in cells]
+        common = set.intersection(*seeds_of) if seeds_of else set()
         for cell in cells:
-            runs = [r for at, r in there.items() if at[:2] == cell and at[3] in seeds]
+            runs = [run for seed, run in runs_of[cell] if seed in common]
             if runs and runs[0]["settings"].get("decodings"):
                 found.setdefault(group, {})[cell.arm] = runs
     return found

@@ -342,8 +342,9 @@ def known(term: Term) -> bool:
         return term.at in AT_EVALS
     if metric in STEP_METRICS or metric == "malformed":
         return term.at in AT_STEPS
-    of_k = metric.removeprefix("pass@")
-    return metric in ("survival", EQUAL) or (of_k != metric and of_k.isdecimal())
+    if metric in ("survival", EQUAL):
+        return True
+    return metric.startswith("pass@") and metric.removeprefix("pass@").isdecimal()
 
 
 def number(run: RunRecord, term: Term) -> float:

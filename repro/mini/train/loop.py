@@ -382,12 +382,15 @@ def evaluations(run: Run) -> list[tuple[str, float]]:
     ]
     if not end:
         due = [(name, top_p) for name, top_p in due if name == "test"]
+
+    def is_lean(name: str, top_p: float) -> bool:
+        """Return whether `lean_eval` keeps an evaluation."""
+        if name != "test":
+            return top_p == 1
+        return end or top_p < 1
+
     if s.lean_eval:
-        due = [
-            (name, top_p)
-            for name, top_p in due
-            if (end or top_p < 1) and (name == "test" or top_p == 1)
-        ]
+        due = [(name, top_p) for name, top_p in due if is_lean(name, top_p)]
     return due
 
 
