@@ -26,14 +26,16 @@ MEDIAN, OBJECTIVE, START = 0.5, 3.0, 0.3  # the limits, in seconds
 
 
 def seconds(loss, objective: str, **hp) -> float:
-    """CPU seconds of a check."""
+    """Return the CPU seconds that `upref.check` takes to compare a loss with an
+    objective.
+    """
     start = time.process_time()
     upref.check(loss, objective, **hp)
     return time.process_time() - start
 
 
 def starting() -> float:
-    """CPU seconds of `upref -h`, the process and all."""
+    """Run `upref -h` in a new process; return the CPU seconds of that process."""
     before = cpu.of_children()
     subprocess.run(
         [sys.executable, "-m", "upref", "-h"], check=True, capture_output=True
@@ -42,8 +44,15 @@ def starting() -> float:
 
 
 def table(times: dict[str, float], limit: float, judged: str) -> bool:
-    """Prints the five slowest, the median, the sum; whether what is judged, "median" or
-    "slowest", keeps the limit.
+    """Print the five slowest times, the judged number with its limit, and the sum.
+
+    Args:
+        times: name -> CPU seconds; at least one.
+        limit: CPU seconds.
+        judged: the number that is compared with the limit: "median" or "slowest".
+
+    Returns:
+        Whether that number is at most the limit.
     """
     rows = sorted(times.items(), key=lambda row: -row[1])
     for name, t in rows[:5]:
@@ -57,7 +66,7 @@ def table(times: dict[str, float], limit: float, judged: str) -> bool:
 
 
 def main() -> int:
-    """Print the times; 1 if one of them is over its limit."""
+    """Print all times; return exit status 1 if a judged time is over its limit, else 0."""
     torch.set_num_threads(1)
     print(f"{record.machine()}, upref {upref.__version__}")
     print("CPU seconds on one thread; the five slowest of each\n")

@@ -45,7 +45,9 @@ TAU = 0.8
 # Each returns a function: (hidden [N, H], weight [V, H], tokens [N]) -> (log-probs [N],
 # entropy [N] or None).
 def at_tau(make):
-    """Return what makes a function of benchmarks/gpu/kernels.py at the temperature TAU."""
+    """Return a maker of the function of benchmarks/gpu/kernels.py that `make` makes, at
+    the temperature TAU.
+    """
 
     def made():
         function = make()
@@ -58,6 +60,7 @@ def naive():
     """Return float32 logits and torch's log_softmax."""
 
     def log_probs(h, W, tokens):
+        """Return log-probs [N] and entropy [N] from all logits [N, V] at once."""
         lp = ((h @ W.T).float() / TAU).log_softmax(-1)
         return lp.gather(1, tokens[:, None])[:, 0], -(lp.exp() * lp).sum(1)
 
@@ -183,26 +186,32 @@ def step(function, h, W, tokens):
 
 
 def status(key):
-    """Return a size of this process in MB, from /proc."""
+    """Return a size of this process in MiB from /proc/self/status.
+
+    Args:
+        key: such as VmRSS (resident now) or VmHWM (the most that was resident).
+    """
     text = Path("/proc/self/status").read_text()
     return int(re.search(rf"{key}:\s+(\d+) kB", text)[1]) / 1024
 
 
 def one(who, N, V, dtype="float32"):
-    """Print the peak beyond the inputs in MB, and CPU seconds, of this process, which
-    must be fresh.
+    """Print, as JSON, the peak memory of one step beyond the inputs in MiB and its CPU
+    seconds. The process must be fresh.
     """
     function = make_function(who)
     h, W, tokens = inputs(N, V, dtype=getattr(torch, dtype))
     step(function, *inputs(4, 1000))  # what is imported and compiled at the first call
     before, start = status("VmRSS"), time.process_time()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
+    Path("/proc/self/clear_refs").write_text("5")  # Linux resets VmHWM
     step(function, h, W, tokens)
     print(json.dumps([status("VmHWM") - before, time.process_time() - start]))
 
 
 def fresh(who, N, V, dtype="float32"):
-    """Return what `one` prints in a fresh process, or None if it fails."""
+    """Return what `one` prints in a fresh process: [MiB, CPU seconds], or None if it
+    fails.
+    """
     module = [sys.executable, "-W", "ignore", "-m", "benchmarks.hidden"]
     done = subprocess.run(
         [*module, "--one", who, str(N), str(V), dtype],
@@ -222,7 +231,7 @@ def memory(cases, who, only=""):
 
     Args:
         cases: numbers of tokens N and of ids V.
-        who: names of the functions.
+        who: names of the functions, `naive` first: the others are printed relative to it.
         only: ONLY for the log-probs alone, or nothing.
     """
     alone = "; log-probs alone" if only else ""
@@ -241,7 +250,7 @@ def memory(cases, who, only=""):
                 print(f"{name:16} {N:5} {V:7}  does not run", flush=True)
                 continue
             peak, seconds = measured
-            rest = peak - 4 * H * (N + V) / 2**20
+            rest = peak - 4 * H * (N + V) / 2**20  # without dh and dW, in float32
             if name == "naive":
                 naive_rest, naive_seconds = rest, seconds
             rest_share = seconds_share = ""
@@ -261,8 +270,8 @@ def memory(cases, who, only=""):
 
 
 def seconds(N, V, who, rounds, H=H):
-    """Return the CPU seconds of forward and backward pass of each function in each round;
-    all take their turn in a round.
+    """Return name -> the CPU seconds of its forward and backward pass, one for each
+    round. All functions take their turn in a round.
     """
     functions = {name: WHO[name]() for name in who}
     h, W, tokens = inputs(N, V, H)
@@ -279,7 +288,9 @@ def seconds(N, V, who, rounds, H=H):
 
 
 def times(N, V, who, rounds, H=H):
-    """Print CPU times of forward and backward pass, as ratios to naive's."""
+    """Print the CPU time of each function as a ratio to naive's in the same round: the
+    median over rounds, the least and the most; the fastest first.
+    """
     taken = seconds(N, V, who, rounds, H)
     ratios = {
         name: [a / b for a, b in zip(of_name, taken["naive"], strict=True)]
@@ -297,7 +308,7 @@ def times(N, V, who, rounds, H=H):
 
 
 def exact_step(h, W, tokens):
-    """Return what `step` returns of upref's function in float64."""
+    """Return what `step` returns of upref.hidden in float64."""
     h, W = (x.detach().double().requires_grad_() for x in (h, W))
     return step(WHO["upref.hidden"](), h, W, tokens)
 
@@ -308,7 +319,9 @@ def largest_difference(x, y):
 
 
 def errors(N, V, who):
-    """Print the largest errors of log-probs, entropy and dW against float64."""
+    """Print the largest errors of each function's log-probs, entropy and dW against
+    float64; those of dW relative to its largest element.
+    """
     print(
         f"\nLargest error against float64; N = {N}, V = {V}, float32; dW relative to its largest element"
     )
@@ -329,7 +342,10 @@ def errors(N, V, who):
 
 
 def bf16(N, V, who):
-    """Print the largest error of dW of bfloat16 weights, in roundings to bfloat16."""
+    """Print the largest error of each function's dW for bfloat16 weights, divided by
+    the error of rounding the exact dW to bfloat16. A function that raises gets the name
+    of its error; one without entropy is left out.
+    """
     print(
         f"\ndW for bfloat16 weights, N = {N}, V = {V}: largest error, in those of rounding the exact one once"
     )
@@ -399,7 +415,9 @@ def by_kind(sizes):
 
 
 def main():
-    """Print the sections that are named, or all of them."""
+    """Print the sections that are named, or all of them; with --one the numbers of one
+    function.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -63,8 +63,8 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def batch(rows: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random log π_θ, log π_old, advantages and mask, each [rows, tokens]; at least half
-    of a row trains.
+    """Draw log π_θ, log π_old, advantages and mask, each [rows, tokens], always from
+    one seed. At least half of each row trains, and log π_θ requires a gradient.
     """
     g = torch.Generator().manual_seed(0)
     old = -torch.rand(rows, tokens, generator=g) * 3
@@ -77,7 +77,7 @@ def batch(rows: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 # ---- the losses ----------------------------------------------------------------------
 def plain(lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
-    """DAPO with a dual clip, as one writes it without a library."""
+    """Return DAPO's loss with a dual clip, as one writes it without a library."""
     ratio = (lp - old).exp()
     J = torch.minimum(ratio * A, ratio.clamp(0.8, 1.28) * A)
     J = torch.where(A < 0, torch.maximum(J, 3 * A), J)
@@ -85,7 +85,7 @@ def plain(lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
 
 
 def of_verl(mode: str, settings: dict[str, Any]) -> Loss:
-    """verl's loss of this loss_mode, with these settings of its actor."""
+    """Return verl's loss of this loss_mode, with these settings of its actor."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import ActorConfig
 
@@ -95,13 +95,22 @@ def of_verl(mode: str, settings: dict[str, Any]) -> Loss:
     )
 
     def loss(lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
+        """Return the loss, the first of what verl's function returns."""
         return function(old, lp, A, mask, config.loss_agg_mode, config)[0]
 
     return loss
 
 
 def of_trl(mode: str, o: Any, hp: dict[str, Any], mask: Tensor) -> Loss:
-    """GRPOTrainer._compute_loss, for a model that answers with these log-probabilities."""
+    """Return the loss of TRL's GRPOTrainer, for a model that answers with the given
+    log-probabilities.
+
+    Args:
+        mode: TRL's loss_type.
+        o: the objective, whose hyperparameters the trainer is set to.
+        hp: hyperparameters other than the objective's defaults.
+        mask: [rows, tokens] of the batch, which the trainer counts once.
+    """
     from upref_frameworks.trl import losses as trl
 
     cls, fields = trl.trainer_of(mode)
@@ -120,6 +129,9 @@ def of_trl(mode: str, o: Any, hp: dict[str, Any], mask: Tensor) -> Loss:
     }
 
     def loss(lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
+        """Return the trainer's loss. It has the mask of the outer function; the
+        argument is not read.
+        """
         inputs = constant | {"advantages": A[:, 0], "old_per_token_logps": old}
         value = trainer._compute_loss(trl._StandIn(lp, entropy), inputs)  # noqa: SLF001
         trainer._metrics["train"].clear()  # noqa: SLF001
@@ -129,11 +141,12 @@ def of_trl(mode: str, o: Any, hp: dict[str, Any], mask: Tensor) -> Loss:
 
 
 def losses(pair: tuple, mask: Tensor) -> dict[str, Loss]:
-    """The losses of one formula, by contestant.
+    """Return the losses of one formula by contestant: verl, TRL and torch where they
+    have it, then upref and batch.
 
     Args:
-        pair: of PAIRS.
-        mask: of the batch, which TRL's trainer counts once.
+        pair: a row of PAIRS.
+        mask: [rows, tokens] of the batch, which TRL's trainer counts once.
     """
     verl, trl, name, hp, settings = pair
     o = upref.get(name)
@@ -155,14 +168,16 @@ def losses(pair: tuple, mask: Tensor) -> dict[str, Loss]:
 
 
 def check_of_batch(o: upref.Objective, *tensors: Tensor) -> bool:
-    """Validate a batch as Objective.loss does in every call."""
+    """Validate a batch as Objective.loss does in every call; return whether the
+    objective can take it.
+    """
     b = upref.Rollouts(*tensors)
     return not o.one_adv or b.one_adv_per_response
 
 
 # ---- what they take ------------------------------------------------------------------
 def step(loss: Loss, lp: Tensor, *rest: Tensor) -> None:
-    """Forward and backward of a loss."""
+    """Run forward and backward of a loss, and drop the gradient."""
     loss(lp, *rest).backward()
     lp.grad = None
 
@@ -170,13 +185,22 @@ def step(loss: Loss, lp: Tensor, *rest: Tensor) -> None:
 def measured(
     runs: dict[str, Callable[[], object]], x: Tensor, rounds: int
 ) -> dict[str, float]:
-    """Median over rounds of time / time of the copy. All take turns in a round, the
-    copy too, each warmed up.
+    """Time functions relative to a copy of a tensor.
+
+    Args:
+        runs: name -> what is timed.
+        x: the tensor that is copied.
+        rounds: how often; in each round all take their turn, the copy too.
+
+    Returns:
+        Name -> the median over rounds of its time over the copy's; `copy` is there too,
+        as 1.
     """
     target = torch.empty_like(x)
     runs = {"copy": lambda: target.copy_(x)} | runs
     ratios: dict[str, list[float]] = {k: [] for k in runs}
     for _ in range(rounds):
+        # a copy is so short that the mean needs more of them
         times = {k: clock(f, 50 if k == "copy" else 3) for k, f in runs.items()}
         for k in runs:
             ratios[k].append(times[k] / times["copy"])
@@ -184,7 +208,7 @@ def measured(
 
 
 def clock(f: Callable[[], object], n: int) -> float:
-    """Mean CPU seconds of n calls, after one that warms up."""
+    """Return the mean CPU seconds of n calls, after one that warms up."""
     f()
     start = time.process_time()
     for _ in range(n):
@@ -193,7 +217,9 @@ def clock(f: Callable[[], object], n: int) -> float:
 
 
 def peak(f: Callable[[], object], size: int) -> float:
-    """Most memory the allocator held at once during f, in tensors of `size` bytes."""
+    """Return the most memory that torch's allocator held at once during a call, in
+    tensors of `size` bytes.
+    """
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -206,7 +232,9 @@ def peak(f: Callable[[], object], size: int) -> float:
 
 
 def machine() -> str:
-    """Measure what this machine does at most: bytes of a copy and float32 products."""
+    """Return a sentence on what this machine does at most: bytes a second of a copy,
+    and float32 operations a second of a matrix product.
+    """
     x = torch.ones(2**25)
     target = torch.empty_like(x)
     copies = [clock(lambda: target.copy_(x), 3) for _ in range(5)]
@@ -236,7 +264,9 @@ def memory_limit(tensors: tuple[Tensor, ...]) -> float:
 
 
 def bool_store() -> str:
-    """Time the comparison of two tensors, eager and compiled, in copies of one."""
+    """Time the comparison of two float tensors, eager and compiled; return a sentence
+    with both in copies of one tensor.
+    """
     x, y = torch.randn(2, 64, 4096)
     compiled = torch.compile(torch.gt)
     runs = {"eager": lambda: torch.gt(x, y), "compiled": lambda: compiled(x, y)}
@@ -248,14 +278,15 @@ def bool_store() -> str:
 
 
 def versions() -> str:
+    """Return the versions of torch, verl and TRL in words."""
     from importlib.metadata import version
 
     return ", ".join(f"{name} {version(name)}" for name in ("torch", "verl", "trl"))
 
 
 def table(title: str, rows: list[tuple[str, dict[str, float]]]) -> None:
-    """A column for each contestant, eager and compiled; the batch has no compiled form,
-    because it reads numbers.
+    """Print a table with a column for each contestant, eager and compiled; `-` where
+    one has no such loss. The limit, the batch and the check have no compiled form.
     """
     print(f"\n{title}")
     heads, keys = [], []
@@ -272,14 +303,14 @@ def table(title: str, rows: list[tuple[str, dict[str, float]]]) -> None:
 
 
 def runs_of(pair: tuple, tensors: tuple[Tensor, ...]) -> dict[str, Callable]:
-    """What is timed of one formula: each loss, eager and compiled, and the validation
-    of the batch.
+    """Return what is timed of one formula, by column of the table: a step of each loss,
+    eager and compiled, and the validation of the batch.
     """
     eager = losses(pair, tensors[3])
     compiled = {
         f"{who} compiled": torch.compile(loss, fullgraph=who == "upref")
         for who, loss in eager.items()
-        if who != "batch"
+        if who != "batch"  # it reads numbers, which a graph cannot
     }
     runs: dict[str, Callable] = {
         who: partial(step, loss, *tensors) for who, loss in (eager | compiled).items()
@@ -289,7 +320,9 @@ def runs_of(pair: tuple, tensors: tuple[Tensor, ...]) -> dict[str, Callable]:
 
 
 def print_compiled(times: list[tuple[str, dict[str, float]]]) -> None:
-    """How many times as long as the compiled others the compiled upref takes."""
+    """Print, for each formula, the time of the compiled upref divided by that of each
+    compiled peer; then the largest of these.
+    """
     print("\ncompiled upref beside the compiled other, times")
     for name, seconds in times:
         upref_seconds = seconds["upref compiled"]

@@ -109,7 +109,8 @@ class Took(NamedTuple):
 
 
 def took(row: Row, folder: Path, root: Path) -> Took | None:
-    """Run a command; None where it does not end with the status of the row.
+    """Run a command in a process of its own; return its CPU seconds, or None if it ends
+    with another status than the row's.
 
     Args:
         row: the command.
@@ -149,7 +150,9 @@ def unpack(commit: str, folder: Path) -> None:
 def measure(
     names: list[str], roots: dict[str, Path], folder: Path, rounds: int
 ) -> dict[tuple[str, str], Took]:
-    """Return the medians of each row and version that can do what the row asks."""
+    """Return (row, version) -> the medians over rounds of its times. A version that
+    cannot do what a row asks has no entry.
+    """
     (folder / "my.py").write_text(LOSSES)
     # each row once: Python compiles the files that it imports
     for root in roots.values():

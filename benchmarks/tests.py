@@ -29,13 +29,17 @@ SLOW = 2.0  # processor seconds of a test that is recorded
 
 
 def used() -> float:
-    """Processor seconds so far, of this process and of those that it waited for."""
+    """Return the processor seconds so far, of this process and of the child processes
+    that have ended.
+    """
     return time.process_time() + cpu.of_children()
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item):
-    """As a plug-in of a worker: write down what a test used."""
+    """Append the processor seconds and the name of a test to the file that the
+    environment variable LOG names. pytest calls it around each test of a worker.
+    """
     before = used()
     yield
     with open(os.environ[LOG], "a", encoding="utf-8") as log:
@@ -43,8 +47,8 @@ def pytest_runtest_protocol(item):
 
 
 def record(tests: list[tuple[float, str]]) -> None:
-    """Write the slow ones of these (seconds, name) into RECORD, the longest first; a
-    test that did not run keeps its row.
+    """Write the tests of at least SLOW seconds into RECORD, the longest first. A
+    recorded test that did not run this time keeps its row, if its file is still there.
     """
     ran = {name for _, name in tests}
     before = RECORD.read_text(encoding="utf-8") if RECORD.exists() else ""
@@ -63,7 +67,7 @@ def main(*arguments: str) -> int:
     """Run the tests with these arguments, and print where their time went.
 
     Args:
-        arguments: of pytest, behind `--record` where the slow tests are written down.
+        arguments: of pytest; `--record` in front of them writes the slow tests down.
 
     Returns:
         The exit status of pytest.

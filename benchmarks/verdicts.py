@@ -63,25 +63,27 @@ def constant(verdict: Any) -> Callable[[], Any]:
 
 
 def cases(*kinds: str) -> Subjects:
-    """The rows of the table of tests of these kinds."""
+    """Yield the rows of the table of tests of these kinds."""
     for case in importlib.import_module("tests.support.cases.table").ALL:
         if case.kind in kinds:
             yield f"{case.file}: {case.name} {case.objective} {case.hp}", case.judged
 
 
 def objectives() -> Subjects:
-    """Every objective against itself."""
+    """Yield the check of every objective against itself."""
     for name in upref.names():
         yield name, partial(upref.check, upref.get(name), name)
 
 
 def losses() -> Subjects:
-    """The losses of the table of tests."""
+    """Yield the losses of the table of tests."""
     return cases("loss")
 
 
 def estimators() -> Subjects:
-    """Estimators of advantages and KL; every KL estimator as each of them."""
+    """Yield the estimators of advantages and KL of the table of tests, then the check
+    of every KL estimator as each of them.
+    """
     yield from cases("advantages", "kl")
     for name in kl.ESTIMATORS:
         for estimator in kl.ESTIMATORS.values():
@@ -90,13 +92,13 @@ def estimators() -> Subjects:
 
 
 def logprobs() -> Subjects:
-    """The log-probability functions of the table of tests."""
+    """Yield the log-probability functions of the table of tests."""
     return cases("logprobs")
 
 
 def identify() -> Subjects:
-    """Which objective a loss is: of the table of tests, of every objective, and of the
-    right losses that checks once judged wrong.
+    """Yield identifications: of the losses of the table of tests, of every objective,
+    and of the right losses that checks once judged wrong.
     """
     yield from cases("box")
     for name in upref.names():
@@ -118,7 +120,9 @@ class Outcomes:
 
 
 def laws() -> Subjects:
-    """Each law of tests/support/laws.py on each objective."""
+    """Run the laws of tests/support/laws.py on each objective; yield each test with its
+    outcome.
+    """
     outcomes = Outcomes()
     file = str(ROOT / "tests/core/test_objectives.py")
     pytest.main(["-q", "-x", "-p", "no:cacheprovider", file], plugins=[outcomes])
@@ -127,7 +131,7 @@ def laws() -> Subjects:
 
 
 def oracles() -> Subjects:
-    """Every oracle of every check, by its name."""
+    """Run each kind of check once; yield every oracle with its outcome."""
     group_norm = advantages.get("group_norm")
     reports = {
         "check": upref.check(upref.get("dapo"), "dapo"),
@@ -141,7 +145,7 @@ def oracles() -> Subjects:
 
 
 def ledgers() -> Subjects:
-    """Every entry of the ledger of every framework."""
+    """Yield every entry of the ledger of every framework, with its facts."""
     for name in names():
         for entry in audits.read(name):
             evidence = [str(x) for x in entry.evidence]
@@ -150,7 +154,9 @@ def ledgers() -> Subjects:
 
 
 def frameworks() -> Subjects:
-    """The audit of every framework that is here or can be fetched."""
+    """Yield the audit of every framework; one that cannot be fetched gets its error as
+    the verdict.
+    """
     for name in names():
         yield name, partial(audit_as_data, name)
 
@@ -177,7 +183,7 @@ def audit_as_data(name: str) -> dict[str, Any]:
 
 
 def mutants() -> Subjects:
-    """The first of the mutants of every configuration, truth and verdict."""
+    """Yield the first mutants of every configuration, each with the verdict on it."""
     losses_module = importlib.import_module("tests.support.mutants.losses")
     scratch = Path(tempfile.mkdtemp())  # nothing is kept from one version to the next
 

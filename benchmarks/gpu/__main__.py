@@ -46,8 +46,8 @@ class Part:
 
 
 def parts() -> dict[str, Part]:
-    """All parts by name, in the order in which they start: what newer code changes most
-    comes first.
+    """Return all parts by name, in the order in which they start. The parts that a
+    change of the code affects most come first.
     """
     from benchmarks.gpu import kernels, losses, steps, suite
 
@@ -84,7 +84,10 @@ ASKS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the parts that are named, or all; 1 if one of them failed or was ended."""
+    """Run the parts whose names begin with a given word, or all of them. Return exit
+    status 1 if one of them failed or was ended at its time limit, else 0. `--check`,
+    `--child` and `--one` do another job and return its status.
+    """
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--child"]:
         from benchmarks.gpu import training
@@ -133,7 +136,17 @@ def run(
     states: dict[str, Any],
     width: int,
 ) -> None:
-    """Run these parts, so many at a time, and write what is there after each."""
+    """Run parts side by side; at the end kill those that still run, and write gpu.json
+    and gpu.log.
+
+    Args:
+        names: of the parts, in the order in which they start.
+        every: all parts by name.
+        args: the options of the command.
+        work: folder of the rows and the logs of the parts.
+        states: part -> its status and seconds; filled in place.
+        width: how many parts may run at a time.
+    """
     waiting, running = list(names), {}
     try:
         watch(waiting, running, every, args, work, states, width)
@@ -153,7 +166,20 @@ def watch(
     states: dict[str, Any],
     width: int,
 ) -> None:
-    """Start what waits, end what is late, until there is nothing left."""
+    """Start the waiting parts, and kill each part that runs past its time limit, until
+    none is left.
+
+    gpu.json and gpu.log are written whenever a part ends, and every five seconds.
+
+    Args:
+        waiting: names of parts; emptied in place.
+        running: name -> its process and the time at which it started; changed in place.
+        every: all parts by name.
+        args: the options of the command.
+        work: folder of the rows and the logs of the parts.
+        states: part -> its status and seconds; filled in place.
+        width: how many parts may run at a time.
+    """
     written = time.monotonic()
     while waiting or running:
         while waiting and len(running) < width:
@@ -161,6 +187,7 @@ def watch(
             running[name] = (start(name, args, work), time.monotonic())
         for name, (process, since) in list(running.items()):
             took = time.monotonic() - since
+            # a CPU takes longer than the GPU for which the limits are
             late = took > every[name].limit * (20 if args.trial else 1)
             if process.poll() is None and not late:
                 continue
@@ -181,7 +208,9 @@ def watch(
 
 
 def start(name: str, args: argparse.Namespace, work: Path) -> subprocess.Popen[bytes]:
-    """Start a part in a process group of its own."""
+    """Start a part as `--one`, in a process group of its own, without a network. Its
+    output is appended to work/NAME.log and its rows to work/NAME.jsonl.
+    """
     command = [
         sys.executable, "-m", "benchmarks.gpu", "--out", str(args.out),
         "--one", name, str(work / f"{name}.jsonl"), str(work),
@@ -205,8 +234,12 @@ def start(name: str, args: argparse.Namespace, work: Path) -> subprocess.Popen[b
 
 
 def one(arguments: list[str], device: str, small: bool) -> int:
-    """Run one part in this process. arguments: its name, the file for its rows, and a
-    folder.
+    """Run one part in this process; return exit status 0.
+
+    Args:
+        arguments: the part's name, the file for its rows, and a folder for its files.
+        device: "cuda" or "cpu".
+        small: whether this is a trial of the script.
     """
     from benchmarks.gpu.place import PartSetup
 
@@ -218,7 +251,9 @@ def one(arguments: list[str], device: str, small: bool) -> int:
 
 
 def collect(out: Path, work: Path, states: dict[str, Any]) -> None:
-    """Write gpu.json and gpu.log of what is there."""
+    """Write gpu.json and gpu.log from the rows and the logs that the parts have written
+    so far; of each log its last 60,000 characters.
+    """
     from benchmarks.gpu.place import lines
 
     rows = {path.stem: lines(path) for path in sorted(work.glob("*.jsonl"))}

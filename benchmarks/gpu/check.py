@@ -59,7 +59,13 @@ COMPILED = (
 
 @dataclass(frozen=True)
 class Line:
-    """One sentence. ok: nothing is missing. fatal: no part can run without it."""
+    """One printed sentence.
+
+    Attributes:
+        text: the sentence.
+        ok: nothing is missing.
+        fatal: what is missing is needed by every part.
+    """
 
     text: str
     ok: bool = True
@@ -67,7 +73,10 @@ class Line:
 
 
 def gpu() -> Iterator[Line]:
-    """torch finds the GPU and multiplies on it; the driver runs torch's CUDA."""
+    """Look for the GPU and multiply on it. Yield its facts, which are not ok if less
+    than MEMORY is free; or what is missing: torch, a driver for torch's CUDA, or the
+    GPU, each fatal.
+    """
     try:
         import torch
     except ImportError as e:
@@ -92,7 +101,9 @@ def gpu() -> Iterator[Line]:
 
 
 def machine() -> Iterator[Line]:
-    """Cores, memory, disk, /dev/shm, and a C compiler for Triton."""
+    """Yield a sentence on cores, memory, disk and /dev/shm; and one each if /dev/shm is
+    below 1 GiB and if Triton has no C compiler.
+    """
     found = look(Path("/tmp"))
     yield Line(
         f"{found.cores} cores, {found.memory / GIB:.0f} GiB of memory, {found.free_disk / GIB:.0f} GiB free in /tmp, "
@@ -107,7 +118,9 @@ def machine() -> Iterator[Line]:
 
 
 def packages() -> Iterator[Line]:
-    """What is installed, and which parts go without what is not."""
+    """Yield a sentence for each package of NEEDED that is not installed, with the parts
+    that need it; then the installed ones with their versions.
+    """
     have = []
     for name, who in NEEDED.items():
         try:
@@ -119,7 +132,10 @@ def packages() -> Iterator[Line]:
 
 
 def versions() -> Iterator[Line]:
-    """Whether transformers is of verl's range, and torch the one that vLLM is built for."""
+    """Yield a sentence for each version that does not fit: transformers, which verl
+    restricts, and torch, for which vLLM is built. A package that is absent is passed
+    over.
+    """
     from packaging.requirements import Requirement
 
     transformers = Requirement(f"transformers{TRANSFORMERS}")
@@ -141,7 +157,9 @@ def versions() -> Iterator[Line]:
 
 
 def compiled() -> Iterator[Line]:
-    """Packages with compiled parts: those for another Python do not import."""
+    """Import the compiled packages that are here. Yield a sentence for each that fails,
+    such as one built for another Python.
+    """
     python = ".".join(map(str, sys.version_info[:2]))
     there = [name for name in COMPILED if find_spec(name.partition(".")[0])]
     for name in there:
@@ -153,7 +171,9 @@ def compiled() -> Iterator[Line]:
 
 
 def norm_kernel() -> Iterator[Line]:
-    """vLLM's RMS norm against torch."""
+    """Compare vLLM's RMS norm with torch's on the GPU; yield its largest error, which
+    is ok below 0.05.
+    """
     import torch
 
     importlib.import_module("vllm._C_stable_libtorch")
@@ -168,7 +188,9 @@ def norm_kernel() -> Iterator[Line]:
 
 
 def attention_kernel() -> Iterator[Line]:
-    """FlashAttention 3, as vLLM brings it, against torch."""
+    """Compare FlashAttention 3, as vLLM contains it, with torch's attention on the GPU;
+    yield its largest error, which is ok below 0.05.
+    """
     import torch
 
     attention = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
@@ -202,7 +224,9 @@ OF_VLLM = (norm_kernel, attention_kernel)
 
 
 def main() -> int:
-    """Print a sentence each; 0 nothing is missing, 1 some parts cannot run, 2 none can."""
+    """Print all sentences. Return 0 if nothing is missing, 1 if some parts cannot run,
+    2 if none can.
+    """
     start = time.monotonic()
     lines: list[Line] = []
     for find in LOOKS:

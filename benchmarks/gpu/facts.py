@@ -37,7 +37,9 @@ COMMANDS = {
 
 
 def main(place: PartSetup) -> None:
-    """Write a row of the machine, and one of each command."""
+    """Write a row of the machine with the versions of its packages, and a row for each
+    command: its exit status and the end of its output.
+    """
     versions = {}
     for name in PACKAGES:
         try:

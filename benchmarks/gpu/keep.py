@@ -29,7 +29,9 @@ LONGEST = 4000  # characters of a text that are kept
 
 
 def name_of(kind: str, row: dict[str, Any]) -> str:
-    """What tells it from the other rows of its kind."""
+    """Return the text that tells a row from all other rows: its kind and its fields of
+    NAMES, as JSON.
+    """
     return json.dumps([kind, *(row.get(k) for k in NAMES)])
 
 
@@ -39,7 +41,7 @@ def added(
     commit: str,
     without: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Record]:
-    """The results with those of another run.
+    """Add the rows of a run to the results; nothing is written.
 
     Args:
         kept: a record for each run before.
@@ -81,13 +83,22 @@ def lacks_package(row: dict[str, Any]) -> bool:
 
 
 def shortened(value: Any) -> Any:
-    """A long text without its middle; everything else as it is."""
+    """Return a text of more than LONGEST characters without its middle; return
+    everything else as it is.
+    """
     if isinstance(value, str) and len(value) > LONGEST:
         return f"{value[: LONGEST // 2]} ... {value[-LONGEST // 2 :]}"
     return value
 
 
 def main(path: str, commit: str, *left_out: str) -> None:
+    """Add the rows of gpu.json to results.json.
+
+    Args:
+        path: of gpu.json.
+        commit: of the checkout that ran.
+        *left_out: nothing; or `--without`, a part whose rows are not kept, and why.
+    """
     without = dict([left_out[1:]]) if left_out else {}
     new = json.loads(Path(path).read_text("utf-8"))
     record.write(RESULTS, added(record.read(RESULTS), new, commit, without))

@@ -21,7 +21,8 @@ Function = Callable[..., Any]
 
 
 def carried(f: Function, kind: str, device: str, dtype: torch.dtype) -> Function:
-    """f as a function of tensors of the CPU, which computes on the device.
+    """Return f as a function of CPU tensors. It moves them to the device, and the
+    results of f back.
 
     Args:
         f: `(hidden, weight, tokens, temperature)` or `(logits, tokens, temperature)`.
@@ -34,6 +35,9 @@ def carried(f: Function, kind: str, device: str, dtype: torch.dtype) -> Function
     """
 
     def on_device(*inputs: Any) -> Any:
+        """Call f on copies of the inputs on the device. Return its results on the CPU;
+        a None in a tuple is left out.
+        """
         out = f(*(moved(x, device, dtype) for x in inputs))
         if not isinstance(out, tuple):
             return out.cpu()
@@ -55,13 +59,19 @@ def carried(f: Function, kind: str, device: str, dtype: torch.dtype) -> Function
 
 
 # ---- who is checked: kind, and what makes the function -------------------------------
+# Each function below imports a package and returns its log-probability function, either
+# of (h, W, tokens, T): hidden states [..., H], the head's weight [V, H], token ids [...]
+# and the temperature; or of (z, tokens, T), with logits z [..., V]. That function returns
+# the tokens' log-probabilities [...], or these and the entropies [...].
 def upref_hidden() -> Function:
+    """Return upref.hidden.token_log_probs, of hidden states."""
     return lambda h, W, tokens, T: upref.hidden.token_log_probs(
         h, W, tokens, temperature=T
     )
 
 
 def upref_logits() -> Function:
+    """Return the log-probabilities and the entropy of upref.logprobs, of logits."""
     return lambda z, tokens, T: (
         upref.logprobs.token_log_probs(z, tokens, temperature=T),
         upref.logprobs.entropy(z, temperature=T),
@@ -69,6 +79,10 @@ def upref_logits() -> Function:
 
 
 def upref_compiled() -> Function:
+    """Return a log_softmax of logits in float32, compiled by torch; without the
+    entropy.
+    """
+
     def f(z: Tensor, tokens: Tensor, T: float) -> Tensor:
         d = z.float() / T
         return d.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
@@ -77,6 +91,7 @@ def upref_compiled() -> Function:
 
 
 def trl_chunked() -> Function:
+    """Return TRL's ChunkedLogProbFunction, of hidden states, with the entropy."""
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
     def f(h: Tensor, W: Tensor, tokens: Tensor, T: float) -> tuple[Tensor, Tensor]:
@@ -89,12 +104,14 @@ def trl_chunked() -> Function:
 
 
 def trl_selective() -> Function:
+    """Return TRL's selective_log_softmax, of logits, without the entropy."""
     from trl.trainer.utils import selective_log_softmax
 
     return lambda z, tokens, T: selective_log_softmax(z, tokens, temperature=T)
 
 
 def trl_with_entropy() -> Function:
+    """Return TRL's selective_log_softmax_and_entropy, of logits."""
     from trl.trainer.utils import selective_log_softmax_and_entropy
 
     return lambda z, tokens, T: selective_log_softmax_and_entropy(
@@ -103,6 +120,9 @@ def trl_with_entropy() -> Function:
 
 
 def verl_triton() -> Function:
+    """Return verl's Triton kernel linear_cross_entropy, of hidden states, with the
+    entropy.
+    """
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     def f(h: Tensor, W: Tensor, tokens: Tensor, T: float) -> tuple[Tensor, Tensor]:
@@ -117,12 +137,14 @@ def verl_triton() -> Function:
 
 
 def verl_fused() -> Function:
+    """Return verl's FusedLinearForPPO, of hidden states, with the entropy."""
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
     return lambda h, W, tokens, T: FusedLinearForPPO()(h, W, tokens, T)
 
 
 def verl_logits() -> Function:
+    """Return verl's logprobs_from_logits and entropy_from_logits, of logits."""
     from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
 
     return lambda z, tokens, T: (
@@ -132,6 +154,9 @@ def verl_logits() -> Function:
 
 
 def liger_linear() -> Function:
+    """Return Liger's fused linear cross entropy, of hidden states, without the entropy.
+    It has no temperature, so the hidden states are divided by it.
+    """
     from liger_kernel.ops.fused_linear_cross_entropy import (
         LigerFusedLinearCrossEntropyFunction,
     )
@@ -147,6 +172,9 @@ def liger_linear() -> Function:
 
 
 def liger_cross_entropy() -> Function:
+    """Return Liger's cross entropy, of logits, without the entropy. It has no
+    temperature, so the logits are divided by it.
+    """
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
     def f(z: Tensor, tokens: Tensor, T: float) -> Tensor:
@@ -159,7 +187,9 @@ def liger_cross_entropy() -> Function:
 
 
 def wrong() -> Function:
-    """Without the temperature: what must be rejected on the GPU too."""
+    """Return a function of hidden states that ignores the temperature. The check must
+    reject it.
+    """
     return lambda h, W, tokens, T: (
         (h @ W.T).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
     )
@@ -183,7 +213,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def main(place: PartSetup, which: str) -> None:
-    """Check one function in each dtype.
+    """Check one function in float32 and bfloat16; write a row for each.
 
     Args:
         place: where.

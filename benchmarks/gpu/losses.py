@@ -18,7 +18,9 @@ SLOW = ("bandpo_kl", "aspo_code", "bandpo_chi2")  # to compile
 
 
 def main(place: PartSetup, which: str) -> None:
-    """Run one part: "liger", or the number of a shard of the objectives."""
+    """Write the rows of one part: those of Liger if `which` is "liger", else those of
+    every sixth objective from the number `which` on. A trial takes two objectives.
+    """
     if which == "liger":
         liger(place)
         return
@@ -30,8 +32,16 @@ def main(place: PartSetup, which: str) -> None:
 
 
 def one(name: str, device: str) -> dict[str, Any]:
-    """Errors of loss and gradient, relative to the largest entry, and the seconds that
-    the compiler takes.
+    """Compute an objective in four ways; compare each with float64 on the CPU.
+
+    Args:
+        name: of the objective.
+        device: where the four compute.
+
+    Returns:
+        traced (float64, compiled without code generation), float64, float32 and
+        compiled (float32) -> [error of the loss, error of its gradient], each the
+        largest absolute difference over the largest absolute entry.
     """
     o = upref.get(name)
     b = batch(o, edges=OFF_EDGES)
@@ -46,6 +56,9 @@ def one(name: str, device: str) -> dict[str, Any]:
     def loss_and_gradient(
         J: Callable[..., Tensor], dtype: torch.dtype, device: str
     ) -> list[Tensor]:
+        """Return -J and its gradient by lp, in float64 on the CPU, computed in the
+        dtype on the device.
+        """
         lp = moved(b.logp, device, dtype).detach().requires_grad_()
         here = {k: moved(v, device, dtype) for k, v in keywords.items()}
         loss = -J(lp, *(moved(x, device, dtype) for x in inputs), **here)
@@ -55,6 +68,7 @@ def one(name: str, device: str) -> dict[str, Any]:
     exact = loss_and_gradient(o.J, torch.float64, "cpu")
 
     def errors(J: Callable[..., Tensor], dtype: torch.dtype) -> list[float]:
+        """Return the relative errors of loss and gradient against `exact`."""
         return [
             float((x - y).abs().max() / y.abs().max().clamp(min=1e-12))
             for x, y in zip(loss_and_gradient(J, dtype, device), exact, strict=True)
@@ -72,15 +86,29 @@ def one(name: str, device: str) -> dict[str, Any]:
 
 
 def through_logits(loss_type: str, device: str, **settings: Any) -> Callable[..., Any]:
-    """Liger's Triton GRPO loss as a function of log-probabilities: two logits whose
-    first has that log-probability.
+    """Make Liger's Triton GRPO loss a function of log-probabilities.
+
+    Each token has a vocabulary of two logits, of which the first has the token's
+    log-probability and the second has the rest.
+
+    Args:
+        loss_type: of Liger.
+        device: where it computes.
+        **settings: further arguments of Liger's function.
+
+    Returns:
+        A loss that `upref.check` takes, of tensors on the CPU.
     """
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
     def loss(
         log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor
     ) -> Tensor:
-        # two logits hold no log-probability of 0; the gradient passes
+        """Return Liger's loss, a scalar on the CPU. Of the advantages it reads the
+        first of each row.
+        """
+        # Two finite logits cannot have a log-probability of 0, so it is at most -1e-6.
+        # The clamp is detached, so that the gradient passes unchanged.
         lp = log_prob - (log_prob - log_prob.clamp(max=-1e-6)).detach()
         lp = lp.float().to(device)
         other = torch.log1p(-lp.double().exp()).float()
@@ -124,7 +152,9 @@ LIGER: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 
 
 def liger(place: PartSetup) -> None:
-    """Check and identify each loss_type of Liger."""
+    """Check each loss_type of Liger against its objective, and identify it; write a row
+    of each.
+    """
     torch.manual_seed(SEED)
     for loss_type, name, settings, hp in LIGER:
         with place.row(liger=loss_type, objective=name, settings=settings) as row:

@@ -16,7 +16,9 @@ class OnCpu(trl.GRPOConfig):
 
 
 def prepare() -> None:
-    """Make repro.with_trl.train small, and content without a GPU."""
+    """Change repro.with_trl.train in this process: small sizes, no check for a GPU, a
+    pretended GPU of 80 GB, and training on the CPU.
+    """
     sizes: Any = train
     sizes.check = lambda args: None
     sizes.gpu_bytes = lambda: 80e9

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def without_folders(text: str) -> str:
-    """The text without the folders of this machine, which the rows must not tell.
+    """Replace the folders of this machine in a text, because rows are published.
 
     Files of the checkout are named from its top, installed ones from SITE_PACKAGES.
     """
@@ -48,13 +48,22 @@ class PartSetup:
     folder: Path
 
     def write(self, **row: Any) -> None:
-        """Append one row, so that a part that is ended keeps what it has."""
+        """Append one row as a line of JSON, without the folders of this machine. A part
+        that is ended keeps the rows that it has written.
+        """
         with open(self.rows, "a", encoding="utf-8") as f:
             f.write(without_folders(json.dumps(row, default=str)) + "\n")
 
     @contextlib.contextmanager
     def row(self, **name: Any) -> Iterator[dict[str, Any]]:
-        """Collect one row, with its seconds; an exception becomes its `failed`."""
+        """Yield a dict for the fields of a row, and write the row at the end with its
+        name and seconds.
+
+        An exception inside is printed and not raised; the row then has it as `failed`.
+
+        Args:
+            **name: fields that tell the row from others.
+        """
         fields: dict[str, Any] = {}
         start = time.perf_counter()
         try:
@@ -73,14 +82,18 @@ class PartSetup:
             torch.cuda.synchronize()
 
     def milliseconds(self, run: Callable[[], object]) -> float:
-        """The median time of a call, after two that warm up, by the events of the GPU."""
+        """Return the median time of a call, after two that warm up. 3 to 30 calls are
+        timed, about 0.3 s in all.
+        """
         run()
         first = self._once(run)
         rounds = max(3, min(30, int(300 / max(first, 1e-3))))
         return statistics.median(self._once(run) for _ in range(rounds))
 
     def _once(self, run: Callable[[], object]) -> float:
-        """Milliseconds of one call."""
+        """Return the milliseconds of one call: by the events of the GPU, or by the
+        clock on a CPU.
+        """
         if self.device != "cuda":
             start = time.perf_counter()
             run()
@@ -93,7 +106,9 @@ class PartSetup:
         return begin.elapsed_time(end)
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        """The most that a call allocates on the GPU, beyond what was there before."""
+        """Return the most bytes that a call allocates on the GPU, beyond what was there
+        before; 0 on a CPU.
+        """
         if self.device != "cuda":
             run()
             return 0
@@ -106,14 +121,18 @@ class PartSetup:
 
 
 def moved(x: Any, device: str, dtype: torch.dtype | None = None) -> Any:
-    """A tensor on the device, a real one in the dtype; everything else as it is."""
+    """Return a tensor on the device, in the dtype if it is a floating-point tensor;
+    return everything else as it is.
+    """
     if not isinstance(x, Tensor):
         return x
     return x.to(device, dtype if x.is_floating_point() else None)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines."""
+    """Return the rows of a file of JSON lines, without lines that are not complete.
+    Return [] if there is no file.
+    """
     if not path.exists():
         return []
     rows = []

@@ -63,6 +63,10 @@ def draw(
         length: tokens of each response.
         temperature: divides the logits.
         top_p: mass that is kept; 1 keeps all.
+
+    Returns:
+        Tokens and log-probabilities, each [B, P + length]. The same seed is used in
+        every call.
     """
     generator = torch.Generator(prompts.device).manual_seed(SEED)
     zeros = torch.zeros(prompts.shape, device=prompts.device)
@@ -104,7 +108,9 @@ def score(model: Any, ids: Tensor, padding: int = 0) -> Tensor:
 
 
 def other_update(model: Any) -> Any:
-    """Return a copy with noise on each weight matrix."""
+    """Return a copy of the model with noise on each weight matrix, of UPDATE times that
+    matrix's standard deviation.
+    """
     changed = copy.deepcopy(model)
     generator = torch.Generator(next(model.parameters()).device).manual_seed(SEED + 1)
     for weight in changed.parameters():
@@ -134,7 +140,9 @@ class Pair:
 
 @torch.no_grad()
 def make_pairs(place: PartSetup) -> list[Pair]:
-    """Draw and score: healthy pairs first, then an older update, then the faults."""
+    """Draw and score; return the healthy pairs first, then one of another update, then
+    the faults.
+    """
     responses, length = (8, 24) if place.small else (64, 256)
     trainer = make_model(place)
     engine = copy.deepcopy(trainer).bfloat16()
@@ -170,14 +178,16 @@ def make_pairs(place: PartSetup) -> list[Pair]:
 
 
 def main(place: PartSetup) -> None:
-    """Write a row of what the report says of each pair."""
+    """Write a row for each pair, with what the report of its gap says."""
     for pair in make_pairs(place):
         with place.row(sampler=pair.name) as row:
             row |= judge(pair)
 
 
 def judge(pair: Pair) -> dict[str, Any]:
-    """Return what the report of one pair says."""
+    """Compare the columns of a pair with `upref.replay.gap`; return the report's
+    verdict, cause, numbers and sentences.
+    """
     mask = torch.ones_like(pair.ids, dtype=torch.bool)
     mask[:, :PROMPT] = False
     columns = {

@@ -22,13 +22,17 @@ Function = Callable[[Tensor, Tensor, Tensor, float], Any]
 
 
 def naive(h: Tensor, W: Tensor, tokens: Tensor, T: float) -> tuple[Tensor, Tensor]:
-    """Logits in full, and torch's log_softmax of them in float32."""
+    """Return log-probabilities and entropies [N] from all logits [N, V] at once, by
+    torch's log_softmax in float32.
+    """
     lp = ((h @ W.T).float() / T).log_softmax(-1)
     return lp.gather(1, tokens[:, None])[:, 0], -(lp.exp() * lp).sum(1)
 
 
 def hidden_at(chunk: int, **settings: Any) -> Callable[[], Function]:
-    """upref.hidden with chunks of so many numbers, and other settings."""
+    """Return a maker of upref.hidden.token_log_probs with chunks of `chunk` logits and
+    other settings.
+    """
     return lambda: (
         lambda h, W, tokens, T: upref.hidden.token_log_probs(
             h, W, tokens, temperature=T, chunk=chunk, **settings
@@ -37,7 +41,9 @@ def hidden_at(chunk: int, **settings: Any) -> Callable[[], Function]:
 
 
 def from_logits(make: Callable[[], Function]) -> Callable[[], Function]:
-    """A function of logits as one of hidden states."""
+    """Turn a maker of a function of logits into a maker of a function of hidden states,
+    which computes all logits.
+    """
 
     def made() -> Function:
         f: Any = make()
@@ -81,29 +87,48 @@ TRIAL = [("float32", 64, 32), ("bfloat16", 64, 32)]
 def inputs(
     dtype: torch.dtype, H: int, N: int, words: int, device: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Every second row has a token with p near 0.9; half of these are sampled."""
+    """Return hidden states [N, H], the head's weight [V, H] and tokens [N] at random.
+
+    In every second row (0, 2, ...) one token has a probability near 0.9; in rows 0, 4,
+    ... it is the sampled one.
+
+    Args:
+        dtype: of the hidden states and the weight, which require gradients.
+        H: hidden size.
+        N: tokens.
+        words: V, the size of the vocabulary.
+        device: where the tensors are made.
+    """
     g = torch.Generator(device).manual_seed(SEED)
     make = {"generator": g, "device": device}
     W = torch.randn(words, H, **make).mul_(H**-0.5)
     h, tokens = torch.randn(N, H, **make), torch.randint(words, (N,), **make)
     peak = tokens[::2].clone()
+    # a row of W has a length near 1, so this token's logit over TAU is log V + 2.3 above
+    # the average one: p = 0.9
     h[::2] = W[peak] * (TAU * (torch.tensor(float(words)).log() + 2.3)).item()
     tokens[2::4] = torch.randint(words, (len(tokens[2::4]),), **make)
     return h.to(dtype).requires_grad_(), W.to(dtype).requires_grad_(), tokens
 
 
 def train(f: Function, h: Tensor, W: Tensor, tokens: Tensor) -> list[Tensor]:
-    """Log-probabilities, entropies and both gradients of their weighted sum."""
+    """Run forward and backward of a function at the temperature TAU. Return
+    log-probabilities [N], entropies [N], and the gradients by h and W of the sum of
+    log-probabilities + 0.1 entropies.
+    """
     lp, entropy = f(h, W, tokens, TAU)
     total = lp.sum() + 0.1 * entropy.sum()
     return [lp.detach(), entropy.detach(), *torch.autograd.grad(total, (h, W))]
 
 
 def main(place: PartSetup) -> None:
-    """Measure every function at every size."""
+    """Measure every function at every size; write a row of each. Compiled ones run at
+    one number of tokens alone.
+    """
     words = 1000 if place.small else V
     for dtype, H, N in TRIAL if place.small else CASES:
         h, W, tokens = inputs(getattr(torch, dtype), H, N, words, place.device)
+        # in float64 the larger sizes take too long: they get no errors
         want = exact(h, W, tokens) if N <= 4096 and H * N <= 4096 * 896 else None
         for name, make in WHO.items():
             if "compiled" in name and N != COMPILED_AT:
@@ -135,6 +160,7 @@ def measure(
     if want is not None:
         names = ("log-prob", "entropy", "dh", "dW")
         for name, x, y in zip(names, results, want, strict=True):
+            # log-probabilities in nats, gradients relative to their largest entry
             size = 1.0 if name in names[:2] else float(y.abs().max())
             row[f"error of {name}"] = float((x.double() - y).abs().max()) / size
     del results
@@ -143,7 +169,7 @@ def measure(
 
 
 def exact(h: Tensor, W: Tensor, tokens: Tensor) -> list[Tensor]:
-    """The same in float64."""
+    """Return what `train` returns of upref.hidden in float64."""
     wide = [x.detach().double().requires_grad_() for x in (h, W)]
 
     def f(h: Tensor, W: Tensor, tokens: Tensor, T: float) -> tuple[Tensor, Tensor]:

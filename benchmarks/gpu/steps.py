@@ -22,6 +22,7 @@ class Recurrent(nn.Module):
     """A recurrent layer, which cuDNN computes in TF32 unless this is switched off."""
 
     def __init__(self, V: int = 64, H: int = 32):
+        """Make the layers for a vocabulary of V tokens and H hidden units."""
         super().__init__()
         self.embed = nn.Embedding(V, H)
         self.rnn = nn.GRU(H, H, batch_first=True)
@@ -32,7 +33,9 @@ class Recurrent(nn.Module):
 
 
 def qwen3(place: PartSetup, attention: str = "sdpa", **changes: Any) -> nn.Module:
-    """A tiny Qwen3 with random weights; `changes` are settings of its configuration."""
+    """Return a tiny Qwen3 with random weights, the same in each call, on the device.
+    `changes` are settings of its configuration.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(SEED)
@@ -54,15 +57,15 @@ def dapo(
     half: torch.dtype | None = None,
     bare: bool = False,
 ) -> None:
-    """DAPO's loss in two micro-batches, on the device of the model.
+    """Add the gradient of DAPO's loss to a model's parameters, in two micro-batches.
 
     Args:
         model: a causal language model; with `bare` a function of ids alone.
-        rows: of upref.
+        rows: responses, as upref.check_step gives them to a step.
         temperature: a fault where it is not T.
         by_micro_batch: a fault, each micro-batch is divided by its own tokens.
         late: a fault, how many tokens the mask is late.
-        half: the dtype of autocast.
+        half: the dtype of autocast; None: no autocast.
         bare: the model takes no attention mask.
     """
     device = next(model.parameters()).device
@@ -95,7 +98,7 @@ class Padded(NamedTuple):
 
 
 def padded(rows: list, device: torch.device) -> Padded:
-    """Pad the rows on the right with token 2.
+    """Pad rows to one width on the right, with token 2.
 
     Args:
         rows: of upref.
@@ -119,12 +122,14 @@ def padded(rows: list, device: torch.device) -> Padded:
 
 
 def compiled(model: nn.Module, rows: list, **faults: Any) -> None:
-    """The same step with the model compiled."""
+    """Do the step of `dapo` with the model compiled."""
     dapo(torch.compile(model, dynamic=True), rows, **faults)
 
 
 def rows_of(device: str) -> dict[str, tuple[Callable[[PartSetup], nn.Module], Steps]]:
-    """model -> (what makes it, [(step, whether it is right, the step)])."""
+    """Return each model by name, with what makes it and its steps: (name of the step,
+    whether it is right, the step).
+    """
     half = torch.bfloat16
     faults: Steps = [
         ("right", True, dapo),
@@ -155,14 +160,14 @@ def rows_of(device: str) -> dict[str, tuple[Callable[[PartSetup], nn.Module], St
 
 
 def checkpointed(place: PartSetup) -> nn.Module:
-    """A tiny Qwen3 that computes its activations again in the backward pass."""
+    """Return a tiny Qwen3 that computes its activations again in the backward pass."""
     model: Any = qwen3(place)
     model.gradient_checkpointing_enable()
     return model.train()
 
 
 def wide(place: PartSetup) -> nn.Module:
-    """A Qwen3 of four layers; in a trial the tiny one."""
+    """Return a Qwen3 of four layers of 256; in a trial the tiny one."""
     if place.small:
         return qwen3(place)
     return qwen3(
@@ -172,7 +177,7 @@ def wide(place: PartSetup) -> nn.Module:
 
 
 def in_tf32(step: Callable[..., None]) -> Callable[..., None]:
-    """The step of a program that asked for TF32 before."""
+    """Return a step with a mark: `checked` switches TF32 on before it."""
 
     def run(model: nn.Module, rows: list) -> None:
         step(model, rows)
@@ -185,7 +190,13 @@ PARTS = 8  # processes: one a model, and one for what is recorded
 
 
 def main(place: PartSetup, which: str) -> None:
-    """Check the steps of one model, or what is recorded and read off."""
+    """Check the steps of one model; or, in the last part, record steps and identify
+    one.
+
+    Args:
+        place: where.
+        which: number of the model in `rows_of`; PARTS - 1 for the last part.
+    """
     torch.manual_seed(SEED)
     models = [*rows_of(place.device).items()]
     if int(which) < len(models):
@@ -206,7 +217,9 @@ def checked(
     make: Callable[[PartSetup], nn.Module],
     steps: Steps,
 ) -> None:
-    """Check these steps of one model."""
+    """Check each step of a model with `upref.check_step`, and write a row of each. TF32
+    is switched on for the steps that ask for it, and is afterwards as before.
+    """
     for name, right, step in steps:
         with place.row(part="check_step", model=model_name, step=name) as row:
             row |= {"right": right}
@@ -221,7 +234,9 @@ def checked(
 
 
 def facts_of(report: Any) -> dict[str, Any]:
-    """What a report of a step says, as a row."""
+    """Return a row of what a report of a step says: its verdict, error, the cause of
+    the first failure, precision and text.
+    """
     return {
         "agrees": bool(report),
         "error": report.error,
@@ -232,7 +247,10 @@ def facts_of(report: Any) -> dict[str, Any]:
 
 
 def tf32_error(place: PartSetup) -> float:
-    """How far the gradient of a recurrent layer in TF32 is from the one in float64."""
+    """Return how far the gradient of a recurrent layer on this device is from the one
+    in float64: the norm of the difference over the norm of the latter. cuDNN computes
+    the layer in TF32.
+    """
     torch.manual_seed(SEED)
     model = Recurrent().to(place.device)
     ids = torch.randint(64, (8, 30), device=place.device)
@@ -248,7 +266,9 @@ def tf32_error(place: PartSetup) -> float:
 
 
 def recorded(place: PartSetup) -> None:
-    """Two optimizer steps of AdamW on the GPU, by record_step."""
+    """Record two optimizer steps of AdamW by record_step, a right and a wrong pair;
+    check each pair and write its row.
+    """
     for name, right, fault in (
         ("right", True, {}),
         ("temperature left out", False, {"temperature": 1.0}),
@@ -269,7 +289,10 @@ def recorded(place: PartSetup) -> None:
 
 
 def sample(model: nn.Module, rows: list) -> None:
-    """Give the rows the log-probabilities of an older policy, at temperature T."""
+    """Give each row the log-probabilities of an older policy: the model's at
+    temperature T, with noise of 0.3 nats. `old` and `ref` of the rows are changed in
+    place.
+    """
     device = next(model.parameters()).device
     noise = torch.Generator().manual_seed(SEED)
     for r in rows:

@@ -11,7 +11,9 @@ from benchmarks.gpu.place import PartSetup
 
 
 def main(place: PartSetup) -> None:
-    """Run the tests on the device, and write a row of each."""
+    """Run the tests of tests/gpu on the device, write a row of each, and print pytest's
+    exit status.
+    """
     report = place.folder / "tests.xml"
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", f"--junitxml={report}",

@@ -41,7 +41,13 @@ SAVE = 4  # steps between checkpoints: after the first generation
 
 
 def make_model(folder: Path, small: bool, device: str) -> None:
-    """Random weights, and a tokenizer of one token a word."""
+    """Save a model with random weights, and a tokenizer with one token for each word.
+
+    Args:
+        folder: where both are saved.
+        small: TRIAL's sizes instead of CONFIG's.
+        device: where the weights are drawn.
+    """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import (
@@ -76,7 +82,9 @@ def make_model(folder: Path, small: bool, device: str) -> None:
 
 
 def make_data(folder: Path) -> None:
-    """Problems of about a hundred words with one digit as the answer."""
+    """Write gsm8k_train.parquet and gsm8k_test.parquet with problems of a hundred made
+    words and one digit as the answer.
+    """
     from repro.with_verl.data import schema
 
     for split, count in (("train", 512), ("test", train.TEST)):
@@ -90,8 +98,15 @@ def make_data(folder: Path) -> None:
 
 # ---- the run, in a process of its own ------------------------------------------------
 def child(argv: list[str]) -> int:
-    """repro.with_trl.train with checkpoints more often, and with the memory of its two
-    phases written down. argv: the file of phases, cpu or cuda, and the run's arguments.
+    """Run repro.with_trl.train, changed: more checkpoints, a larger learning rate, no
+    validation, each micro-batch compared with the reference, and the memory of its two
+    phases written down.
+
+    Args:
+        argv: the file for the phases, "cpu" or "cuda", and the arguments of train.
+
+    Returns:
+        The exit status of train.
     """
     phases, device, *rest = argv
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -103,13 +118,15 @@ def child(argv: list[str]) -> int:
     settings = train.settings
 
     def without_validation(*arguments: Any) -> Any:
-        """TRL's configuration; a validation at the last step is not what is measured."""
+        """Return TRL's configuration without validations: one at the last step would be
+        measured too.
+        """
         config = settings(*arguments)
         config.eval_strategy = IntervalStrategy.NO
         return config
 
     train.settings = without_validation
-    # of a Qwen2 model it would make Qwen2's own, which splits otherwise
+    # AutoTokenizer would make Qwen2's own tokenizer, which splits words otherwise
     auto: Any = AutoTokenizer
     auto.from_pretrained = PreTrainedTokenizerFast.from_pretrained
     if device == "cpu":
@@ -119,8 +136,8 @@ def child(argv: list[str]) -> int:
     in_parts = train.in_parts
 
     def watched(trainer: type, count: int) -> type:
-        """The trainer, which tells when it generates, and compares every
-        micro-batch.
+        """Return a class of the trainer that notes when it generates, and compares
+        every micro-batch with the reference.
         """
 
         class Watched(in_parts(trainer, count)):  # type: ignore[misc]
@@ -143,7 +160,9 @@ def child(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def generation(phases: Path) -> Iterator[None]:
-    """Write down the memory of the training before, and of this generation."""
+    """Write down the memory of the training before, and then that of the generation
+    inside, with its seconds.
+    """
     note(phases, "training")
     start = time.perf_counter()
     yield
@@ -151,7 +170,9 @@ def generation(phases: Path) -> Iterator[None]:
 
 
 def note(phases: Path, phase: str, seconds: float | None = None) -> None:
-    """Append the most that was allocated since the last note, and begin again."""
+    """Append a row with the largest GPU memory since the last note, in bytes (0 without
+    a GPU), and count anew from here.
+    """
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -171,7 +192,9 @@ def note(phases: Path, phase: str, seconds: float | None = None) -> None:
 
 # ---- what is done with it ------------------------------------------------------------
 def main(place: PartSetup) -> None:
-    """Make the model and the data; train, be killed, train on; and train DAPO."""
+    """Make the model and the data; train UP-DAPO, kill it, train it on; and train DAPO.
+    Write a row of each.
+    """
     folder = place.folder / "trl"
     folder.mkdir(parents=True, exist_ok=True)
     with place.row(run="model and data"):
@@ -187,7 +210,9 @@ def main(place: PartSetup) -> None:
 
 
 def estimate(place: PartSetup, folder: Path) -> None:
-    """What memory.py says of this GPU."""
+    """Write a row of what memory.py estimates for this GPU; a trial pretends one of 80
+    GB.
+    """
     import torch
 
     size = 80e9
@@ -215,8 +240,20 @@ def go(
     log_name: str,
     ends_at: int = 0,
 ) -> dict[str, Any]:
-    """Start the run, kill it after its checkpoint `ends_at` if that is above 0, and read
-    what it left.
+    """Run a training, and return what it left.
+
+    Args:
+        place: where.
+        folder: of the model, the data and the runs.
+        objective: its name.
+        steps: optimizer steps.
+        log_name: the name of its log and of its file of phases.
+        ends_at: step of a checkpoint, two seconds after which the process is killed;
+            0: it is not killed.
+
+    Returns:
+        status, steps (logged rows), phases (rows of memory), checkpoints (names of
+        folders) and text (the end of the log).
     """
     phases = folder / f"phases-{log_name}.jsonl"
     command = [
@@ -250,5 +287,5 @@ def go(
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
-    """All lines that a run logged, of every process that continued it."""
+    """Return all rows that a run logged, of every process that continued it."""
     return [row for part in sorted(run.glob("steps-*.jsonl")) for row in lines(part)]
