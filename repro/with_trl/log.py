@@ -30,18 +30,25 @@ class StepLog(TrainerCallback):
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.part, self.at = (
-            folder,
-            records.new_part(folder),
-            time.monotonic(),
-        )
-        self.step = 0
+        """Log the steps of this start to a new file in the folder of the run."""
+        self.folder = folder
+        self.part = records.new_part(folder)  # the file that is written
+        self.at = time.monotonic()  # when the step began
+        self.step = 0  # number of the step that runs, from 1
 
     def begin(
         self, objective: str, seed: int, steps: int, args: Any, kept: int
     ) -> None:
-        """Saves what was asked; what was logged behind the checkpoint `kept` will be
-        logged again.
+        """Write overrides.json with what was asked for, and print from which step a run
+        goes on.
+
+        Args:
+            objective: its name.
+            seed: of the run.
+            steps: how many optimizer steps it has.
+            args: the options of the command, of which the model is written down.
+            kept: step of the checkpoint from which it goes on, whose later steps are
+                logged again; 0: it starts at the beginning.
         """
         given = {"data.seed": seed, "model": args.model, "steps": steps}
         rows = [
@@ -61,12 +68,16 @@ class StepLog(TrainerCallback):
             print(f"  resumes from step {kept}", flush=True)
 
     def scored(self, reward: Callable) -> Callable:
-        """Return the reward function, which also keeps the answers that it scored last."""
+        """Return the reward function, changed to write the answers of each call to
+        RUN/answers/STEP.jsonl, in place of those of an earlier call in that step.
+        """
 
         def scored(
             prompts: list, completions: list, answer: list[str], **more: Any
         ) -> list[float]:
-            """Score the completions, and keep them with their scores."""
+            """Score the completions, write them down with their right answers and
+            scores, and return the scores.
+            """
             scores = reward(prompts, completions, answer, **more)
             texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
             rows = zip(texts, answer, scores, strict=True)
@@ -88,7 +99,10 @@ class StepLog(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict | None = None, **_: Any
     ) -> None:
-        """Write what TRL logs under verl's names, and print the score."""
+        """Append what TRL logs to the file of this start, under verl's names, and write
+        steps.jsonl anew. Print the score if there is one. A row of training has its
+        step, its seconds and the memory of the GPU too.
+        """
         import torch
 
         logs = logs or {}

@@ -25,34 +25,50 @@ AT_ONCE = (256, 128, 64, 32, 16)  # responses that may be generated together
 
 
 def training(shape: Shape, micro: int, longest: int) -> float:
-    """Bytes while it trains on micro-batches of so many responses of so many tokens."""
+    """Return the bytes of a GPU while it trains.
+
+    Args:
+        shape: of the model.
+        micro: responses of a micro-batch.
+        longest: tokens of a response, at most.
+    """
     tokens = micro * (PROMPT + longest)
     head = 4 * shape.vocab * shape.hidden + TILE
+    # the float32 input of each layer, and the activations of one layer: 68 bytes for each
+    # token and hidden unit
     kept = 4 * tokens * shape.hidden * shape.layers
     layer = 2 * 34 * tokens * shape.hidden
     return (16 + 2) * shape.params + head + kept + layer + CONTEXT
 
 
 def cache(shape: Shape, together: int, longest: int) -> float:
-    """Bytes of the keys and values of so many responses, float32."""
-    return (
-        2
-        * 4
-        * shape.layers
-        * shape.kv_heads
-        * shape.head_dim
-        * together
-        * (PROMPT + longest)
-    )
+    """Return the bytes of the keys and values of responses that are generated together,
+    in float32.
+
+    Args:
+        shape: of the model.
+        together: how many responses.
+        longest: tokens of a response, at most.
+    """
+    numbers_of_token = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    tokens = together * (PROMPT + longest)
+    return 4 * numbers_of_token * tokens
 
 
 def generating(shape: Shape, together: int, longest: int) -> float:
-    """Bytes while so many responses are generated together, at their last token."""
+    """Return the bytes of a GPU while responses are generated together, at their last
+    token.
+
+    Args:
+        shape: of the model.
+        together: how many responses.
+        longest: tokens of a response, at most.
+    """
     held = cache(shape, together, longest)
+    # the cache of one layer, once more for each head that shares it
     repeated = held / shape.layers * shape.heads / shape.kv_heads
-    return (
-        12 * shape.params + held + repeated + 4 * 4 * together * shape.vocab + CONTEXT
-    )
+    logits = 4 * together * shape.vocab  # float32, of one token of each response
+    return 12 * shape.params + held + repeated + 4 * logits + CONTEXT
 
 
 def together(shape: Shape, memory: float, micro: int, longest: int) -> int:
@@ -85,7 +101,9 @@ def together(shape: Shape, memory: float, micro: int, longest: int) -> int:
 
 
 def words(shape: Shape, memory: float, micro: int, longest: int, count: int) -> str:
-    """Return the estimate of a GPU, as a clause."""
+    """Return the estimate of a GPU as a clause: the gigabytes to train, to generate and
+    of the cache, and those that the GPU has.
+    """
     return (
         f"{training(shape, micro, longest) / GB:.1f} GB to train on micro-batches of {micro}, "
         f"{generating(shape, count, longest) / GB:.1f} GB to generate {count} responses together, "

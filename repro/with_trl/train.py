@@ -43,8 +43,8 @@ TINY_STEPS, STEPS = 48, 300
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train the objectives that the options name, with each seed, and return the exit
-    status.
+    """Train the objectives that the options name with each seed, write the report of
+    all runs, and return the exit status that the head of this file lists.
     """
     p = Parser(
         prog="trl", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -101,14 +101,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def gpu() -> bool:
+    """Return whether torch can use a GPU here."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def check(args: argparse.Namespace) -> None:
-    """A GPU, the model, the data and math-verify are here; else one sentence that says
-    what to fetch. Names the model's folder.
+    """Refuse to start where something is missing; start the process that compares
+    answers.
+
+    Args:
+        args: the options; `model` is replaced by the folder of its files.
+
+    Raises:
+        InputError: there is no GPU, the model, a data file or math-verify is not here;
+            the sentence says what to do.
     """
     if not gpu():
         raise InputError(
@@ -130,8 +138,11 @@ def check(args: argparse.Namespace) -> None:
 
 
 def make_tiny(args: argparse.Namespace) -> None:
-    """A random Qwen3 of 100,000 parameters and prompts of one digit, whose answer is
-    that digit in a box.
+    """Make a random Qwen3 of 100,000 parameters, and prompts of one digit whose answer
+    is that digit in a box. A model that is there already stays, with its data.
+
+    Args:
+        args: the options; `out`, `model` and `data` are set to the folder OUT/tiny.
     """
     from repro.with_verl.cpu import toy
     from repro.with_verl.data import schema
@@ -151,7 +162,16 @@ def make_tiny(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, name: str, seed: int) -> Path:
-    """One run, from its last checkpoint if there is one; its folder."""
+    """Train one objective with one seed, from its last checkpoint if there is one.
+
+    Args:
+        args: the options.
+        name: of the objective.
+        seed: of the run.
+
+    Returns:
+        The folder of the run. If it was done before, nothing is trained.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
@@ -193,8 +213,8 @@ def run(args: argparse.Namespace, name: str, seed: int) -> Path:
 
 
 def generated_together(args: argparse.Namespace) -> int:
-    """Return how many responses the GPU generates at a time, by the estimate, which is
-    printed.
+    """Return how many responses are generated at a time: all of a batch on a CPU; else
+    what fits the GPU by the estimate, which is printed.
     """
     if not gpu():
         return RESPONSES
@@ -240,8 +260,9 @@ def in_parts(trainer: type, count: int) -> type:
 
 
 def last_whole(folder: Path) -> Path | None:
-    """Return the last checkpoint whose files can be read: one may have been written
-    when the process or the machine died.
+    """Return the last checkpoint whose files can be read, None if there is none. A
+    later one may be broken, if the process died while it was written; its name is
+    printed.
     """
     import torch
     from safetensors import safe_open
@@ -265,23 +286,33 @@ def last_whole(folder: Path) -> Path | None:
 
 
 def gpu_bytes() -> float:
-    """Memory of the GPU that trains; 0 without one."""
+    """Return the bytes of the GPU that trains; 0 without one."""
     import torch
 
     return float(torch.cuda.get_device_properties(0).total_memory) if gpu() else 0.0
 
 
 def micro_batch(held: float) -> int:
-    """Responses of a micro-batch on a GPU of so many bytes: of a small one two, of a
-    large one eight.
-    """
-    return 8 if held > 30e9 else 4 if held > 14e9 else 2
+    """Return how many responses a micro-batch has on a GPU of `held` bytes."""
+    if held > 30e9:
+        return 8
+    if held > 14e9:
+        return 4
+    return 2
 
 
 def settings(tiny: bool, folder: Path, seed: int, steps: int) -> Any:
-    """TRL's GRPOConfig."""
+    """Return TRL's GRPOConfig for a run.
+
+    Args:
+        tiny: for the small model on a CPU.
+        folder: of the run.
+        seed: of the weights' and the data's random numbers.
+        steps: optimizer steps.
+    """
     import trl
 
+    # a generation has `responses`, in UPDATES optimizer steps of equal size
     micro = 16 if tiny else micro_batch(gpu_bytes())
     responses = 128 if tiny else RESPONSES
     return trl.GRPOConfig(
@@ -310,7 +341,9 @@ def settings(tiny: bool, folder: Path, seed: int, steps: int) -> Any:
 
 
 def rows_of(args: argparse.Namespace, split: str) -> Any:
-    """Return the prepared file as TRL reads it: prompt, answer."""
+    """Return the prepared file of a split, "train" or "test", as a data set of TRL with
+    the columns prompt and answer.
+    """
     import pyarrow.parquet as pq
     from datasets import Dataset
 
@@ -326,8 +359,8 @@ def rows_of(args: argparse.Namespace, split: str) -> Any:
 def reward(
     prompts: list, completions: list, answer: list[str], **_: Any
 ) -> list[float]:
-    """1 where the last box holds the answer, by the same function that scores verl's
-    runs.
+    """Return 1 for each completion whose last box has the answer, else 0. The function
+    that scores verl's runs decides.
     """
     texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
     return [

@@ -48,14 +48,18 @@ def text(a: int, b: int) -> str:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, **_: Any
 ) -> dict[str, Any]:
-    """verl's reward: 1 for a space, the sum and the end of the line; else 0."""
+    """Return verl's reward: 1 if the response is a blank, the sum and the end of the
+    line, whatever follows; else 0. `pred` is its first line.
+    """
     line, end, _rest = solution_str.partition("\n")
     right = float(end == "\n" and line == f" {ground_truth}")
     return {"score": right, "acc": right, "pred": line.strip()}
 
 
 def make_data(path: Path) -> None:
-    """The training problems of docs/lm.md, as verl reads them."""
+    """Write the training problems of docs/lm.md to a parquet file, in the columns that
+    verl reads.
+    """
     import pandas
 
     problems = tasks.get("addition").problems("train", PROBLEMS, seed=0).tolist()
@@ -73,10 +77,15 @@ def make_data(path: Path) -> None:
 
 
 def make_model(path: Path) -> None:
-    """A folder that verl and vLLM load: links to the converted weights, a tokenizer that
-    leaves the prompt as it is, and the end of the line as the end of a response.
+    """Make a folder that verl and vLLM load: links to the converted weights, a
+    tokenizer that leaves the prompt as it is, and the end of the line as the end of a
+    response.
 
-    Raises InputError where the package with the weights is missing.
+    Args:
+        path: the folder.
+
+    Raises:
+        InputError: the package with the weights is missing.
     """
     from transformers import AutoTokenizer
 

@@ -74,8 +74,9 @@ PACKAGES = ("verl", "vllm", "ray", "TransferQueue", "torch", "triton", "transfor
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, **_: Any
 ) -> dict[str, Any]:
-    """verl's reward for `half`: the share of words whose number leaves the prompt's digit
-    when it is divided by 4. Random weights score about a quarter, with some spread.
+    """Return verl's reward for `half`: the share of words whose number modulo 4 is the
+    prompt's digit, 0 without a number. Random weights score about a quarter, with some
+    spread. `acc` is 1 above a quarter.
     """
     numbers = [int(w[1:]) for w in solution_str.split() if w[1:].isdigit()]
     right = sum(n % toy.DIGITS == int(ground_truth) for n in numbers)
@@ -91,7 +92,7 @@ def settings(
     fault: bool,
     cpu: bool = False,
 ) -> dict[str, object]:
-    """Return what verl is given.
+    """Return what verl is given, by key.
 
     Args:
         objective: that is trained.
@@ -110,7 +111,7 @@ def settings(
 
 
 def environment(log: Path, eager: bool) -> dict[str, str]:
-    """Of every process of verl.
+    """Return the environment variables of every process of verl.
 
     Args:
         log: where verl's file logger writes.
@@ -138,7 +139,9 @@ def environment(log: Path, eager: bool) -> dict[str, str]:
 
 
 def make(out: Path, size: str) -> None:
-    """Make the prompts, the tokenizer and the weights of the run."""
+    """Make the prompts, the tokenizer and the weights of a size in the folder of the
+    run. toy.SIZES is changed to that size.
+    """
     if size == "smollm2":
         addition.make_data(out / MADE[1])
         addition.make_model(out / MADE[0])
@@ -152,7 +155,9 @@ def make(out: Path, size: str) -> None:
 
 
 def dry_run(objective: upref.Objective, lines: list[str], size: str) -> Any:
-    """Let the installed verl read the settings; InputError on what is wrong."""
+    """Let the installed verl read the settings; return its configuration. Raise
+    InputError where it refuses them.
+    """
     from repro.with_verl.config.compose import Run
     from repro.with_verl.config.model import parse
     from repro.with_verl.config.scales import Scale
@@ -164,14 +169,14 @@ def dry_run(objective: upref.Objective, lines: list[str], size: str) -> Any:
 
 
 def tell(row: dict[str, Any]) -> None:
-    """Print the numbers of one step."""
+    """Print the step and those of its metrics that SHOWN lists."""
     d = row["data"]
     shown = (f"{name} {d[k]:.3g}" for k, name in SHOWN.items() if k in d)
     print(f"  step {row['step']:3}  {'  '.join(shown)}", flush=True)
 
 
 def milestones(output: str, began: str) -> dict[str, int]:
-    """When the start of a run came how far, in seconds.
+    """Return how many seconds after its start a run reached each milestone.
 
     Args:
         output: of verl's trainer.
@@ -191,19 +196,23 @@ def milestones(output: str, began: str) -> dict[str, int]:
 
 
 def _seconds(time_of_day: str) -> int:
-    """HH:MM:SS in seconds after midnight."""
+    """Return the seconds from midnight to a time of day, HH:MM:SS."""
     hours, minutes, seconds = map(int, time_of_day.split(":"))
     return 3600 * hours + 60 * minutes + seconds
 
 
 def outside(rows: list[dict[str, Any]]) -> int:
-    """In how many steps a token left the objective's band, or DAPO's above it."""
+    """Count the steps in which a token's ratio left the objective's bounds, or was
+    above DAPO's upper one.
+    """
     keys = [f"actor/upref/{k}" for k in BAND]
     return sum(any(r["data"].get(k, 0) > 0 for k in keys) for r in rows)
 
 
 def causes(replay: dict[str, Any]) -> list[str]:
-    """Return the cause that replay gives the sampler's column of each recorded step."""
+    """Return the cause that replay gives the sampler's column of each recorded step; ""
+    where it names none.
+    """
     steps = replay.get("report", {}).get("steps", [])
     return [step.get("sampler", {}).get("cause", "") for step in steps]
 
@@ -217,7 +226,8 @@ def replayed(folder: Path, objective: str, limit: float = REPLAY) -> dict[str, A
         limit: seconds that it may take.
 
     Returns:
-        `status`, `seconds` and `text`, and `report`, its JSON, where it has one.
+        `status` (of its process), `seconds` and `text`, and `report`, its JSON, where it
+        has one.
     """
     start = time.monotonic()
     command = [sys.executable, "-m", "upref", "replay", str(folder), "--as", objective]
@@ -257,7 +267,8 @@ def judge(
     size: str,
     fault: bool,
 ) -> tuple[list[str], list[str]]:
-    """Return what is to be reported, and what is wrong.
+    """Return what is to be reported of a trial, and what is wrong with it: lists of
+    clauses. Nothing is wrong if the second is empty.
 
     Args:
         rows: the logged steps.
@@ -290,7 +301,9 @@ def judge(
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that took part; "" where one is not installed."""
+    """Return the versions of the packages that take part; "" where one is not
+    installed.
+    """
     found = {}
     for name in PACKAGES:
         try:
@@ -301,7 +314,7 @@ def versions() -> dict[str, str]:
 
 
 def device() -> str:
-    """Return the name of the GPU, and its driver."""
+    """Return the name of the GPU and its driver, "none" where nvidia-smi does not run."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(
@@ -321,7 +334,9 @@ def main(
     limit: float = math.inf,
     cpu: bool = False,
 ) -> int:
-    """Train, watch, replay, judge, write the row; the exit status.
+    """Train, replay the recorded steps, judge, print the report, and write gpu.json or
+    cpu.json. Return exit status 0 if nothing is wrong, 1 if something is, 2 if no step
+    was logged.
 
     Args:
         objective: that is trained.

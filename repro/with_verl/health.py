@@ -46,14 +46,16 @@ HOW: dict[str, Callable[[list[float]], float]] = {
 
 @cache
 def table() -> list[Row]:
-    """Return the lines of the page, from health.toml."""
+    """Return the lines of the page from health.toml, whose head lists their keys."""
     text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     lines: list[Row] = tomllib.loads(text)["line"]
     return lines
 
 
 def is_normal(line: Row, value: float) -> bool:
-    """Return whether a value is where the line has it."""
+    """Return whether a value is within the line's `below`, `at_most` and `above`, and
+    within `from_1` of 1. What the line does not have is no limit.
+    """
     return (
         value < line.get("below", inf)
         and value <= line.get("at_most", inf)
@@ -63,10 +65,16 @@ def is_normal(line: Row, value: float) -> bool:
 
 
 def number(x: Any) -> bool:
+    """Return whether x is a finite number. A bool is none."""
+    # x - x is NaN for an infinity and for NaN
     return isinstance(x, int | float) and not isinstance(x, bool) and x - x == 0
 
 
 def with_ended(data: Row) -> Row:
+    """Return a step's metrics with `ended` added, the share of responses that neither
+    were cut at the longest length nor aborted. Return them as they are where the first
+    share is not logged.
+    """
     cut: Any = data.get("response_length/clip_ratio")
     return (
         data | {"ended": 1 - cut - data.get("response/aborted_ratio", 0)}
@@ -76,8 +84,8 @@ def with_ended(data: Row) -> Row:
 
 
 def ours(saved: Row) -> bool:
-    """Return whether the reward reads `Answer:` or a box: the toy of the scale cpu and
-    a user's own need not.
+    """Return whether the run's reward is this project's, which reads `Answer:` or a
+    box. That of the scale cpu and a user's own need not.
     """
     given = [
         row["override"]
@@ -88,7 +96,17 @@ def ours(saved: Row) -> bool:
 
 
 def lines(rows: list[Row], saved: Row) -> tuple[list[list[str]], list[str]]:
-    """(measure, value, judgement) for each line that was logged; and what to change."""
+    """Compare what a run logged with what is normal.
+
+    Args:
+        rows: the logged steps.
+        saved: overrides.json of the run; its estimate, where it has one, is compared
+            too.
+
+    Returns:
+        [measure, value, "normal", "LOOK" or ""] for each line that was logged; and what
+        to change, a sentence for each line that is not normal.
+    """
     found, change = [], []
     rows = [r | {"data": with_ended(r["data"])} for r in rows]
     for line in table():
@@ -129,8 +147,8 @@ def lines(rows: list[Row], saved: Row) -> tuple[list[list[str]], list[str]]:
 
 
 def answers(run: Path) -> list[Row]:
-    """Return what the last step that was written down sampled: {"input", "output",
-    "gts", "score"}.
+    """Return the answers of the last step that was written down, each {"input",
+    "output", "gts" (the right answer), "score"}; [] where none was.
     """
     files = sorted(
         run.glob("answers/*.jsonl"),
@@ -142,8 +160,8 @@ def answers(run: Path) -> list[Row]:
 
 
 def page(run: Path, rows: list[Row], saved: Row) -> str:
-    """Markdown: the table, what to change, and eight answers in full where they were
-    kept.
+    """Return the page as Markdown: the table, what to change, and up to SHOWN answers,
+    evenly spaced, where they were kept.
     """
     found, change = lines(rows, saved)
     parts = [markdown.table(["measure", "value", ""], found)]

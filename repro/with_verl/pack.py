@@ -138,7 +138,10 @@ def download(names: list[str], pins: Path, wheels: Path) -> None:
 
 
 def build(wheels: Path, site: Path) -> None:
-    """Unpack the wheels, without what is left out."""
+    """Unpack the wheels into a new folder without what is left out, take out the device
+    code for other GPUs, and strip Ray's programs. Print the size of each file's device
+    code.
+    """
     shutil.rmtree(site, ignore_errors=True)
     for wheel in sorted(wheels.glob("*.whl")):
         unpack_wheel(wheel, site)
@@ -156,7 +159,9 @@ def build(wheels: Path, site: Path) -> None:
 
 
 def unpack_wheel(wheel: Path, site: Path) -> None:
-    """Unpack one wheel, but for what is left out and its scripts."""
+    """Unpack one wheel without the files of LEFT_OUT and without its scripts; the files
+    keep their modes.
+    """
     with zipfile.ZipFile(wheel) as archive:
         for item in archive.infolist():
             name = _installed_name(item.filename)
@@ -226,7 +231,8 @@ def keep_one_gpu(path: Path) -> tuple[int, int]:
 
 
 def sections(content: bytearray) -> dict[str, tuple[int, int]]:
-    """Name -> offset and size of the sections of a 64-bit ELF file."""
+    """Return name -> (offset, size) of the sections of a 64-bit ELF file, in bytes."""
+    # e_shoff; e_shentsize, e_shnum, e_shstrndx
     (table,) = struct.unpack_from("<Q", content, 0x28)
     size, count, names = struct.unpack_from("<HHH", content, 0x3A)
     headers = [
@@ -242,7 +248,7 @@ def sections(content: bytearray) -> dict[str, tuple[int, int]]:
 
 
 def images(content: bytearray, first: int, last: int) -> Iterator[Image]:
-    """The images of a container, which lie between these offsets."""
+    """Yield the images of a container, which are between these two offsets."""
     while first < last:
         kind, _, header, size, _, _, _, _, capability = struct.unpack_from(
             "<HHIQIIHHI", content, first
@@ -253,7 +259,9 @@ def images(content: bytearray, first: int, last: int) -> Iterator[Image]:
 
 
 def _of_one_gpu(found: Iterator[Image]) -> list[Image]:
-    """Return those that sm_90 runs: its cubins, or else its newest PTX."""
+    """Return the images that sm_90 runs: its own cubins, else the newest PTX that it
+    compiles, else none.
+    """
     every = list(found)
     own = [x for x in every if x.kind == CUBIN and x.capability == CAPABILITY]
     older = [x for x in every if x.kind == PTX and x.capability <= CAPABILITY]
@@ -261,7 +269,9 @@ def _of_one_gpu(found: Iterator[Image]) -> list[Image]:
 
 
 def pack(site: Path, out: Path) -> None:
-    """Write the archives and unpack.sh."""
+    """Write the archives part-NAME.tar.xz and unpack.sh, and print the size of each
+    archive.
+    """
     out.mkdir(parents=True, exist_ok=True)
     groups: dict[str, list[Path]] = {name: [] for name in ARCHIVES}
     for path in sorted(site.iterdir()):
@@ -285,7 +295,9 @@ def pack_model(site: Path, out: Path) -> None:
 
 
 def archive_of(paths: list[Path], mode: str, **how: int) -> bytes:
-    """Return the files and folders as a tar archive."""
+    """Return files and folders as the bytes of a tar archive, each at its top. `mode`
+    and `how` are those of tarfile.open.
+    """
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode=mode, **how) as archive:  # type: ignore[call-overload]
         for path in paths:
@@ -300,7 +312,8 @@ def write_and_tell(target: Path, content: bytes) -> None:
 
 
 def main(work: Path, out: Path, model: bool = False) -> None:
-    """Download, build, pack.
+    """Download the packages, unpack them without what is left out, and write the
+    archives.
 
     Args:
         work: of this command alone; its folders `site` and `model` are made anew.

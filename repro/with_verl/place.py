@@ -13,7 +13,7 @@ RESULTS = HERE / "results"
 
 
 def pythonpath() -> str:
-    """The checkout first, and then whatever the user has there."""
+    """Return a PYTHONPATH with this checkout first, and then the user's own entries."""
     given = [
         p
         for p in os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -18,7 +18,7 @@ OF_ENGINES = ("on_init_end", "on_step_end", "on_sample_end")
 
 
 def apply() -> None:
-    """Have the synchronous trainer start no engines."""
+    """Change verl in this process: its synchronous trainer starts no inference engines."""
     # verl reads it where it makes the engines, and has it for trainers with engines of
     # their own
     PPOTrainer._enable_hybrid_replicas = False  # noqa: SLF001
@@ -30,14 +30,16 @@ def apply() -> None:
     def without_workers(
         self: Any, config: Any, worker_group: Any = None, *more: Any, **kw: Any
     ) -> None:
-        """An empty manager is made without workers, which it asserts to be there."""
+        """Make the manager of the engines with a placeholder where there are no
+        workers, because verl asserts that there are some.
+        """
         inner(self, config, worker_group or "none", *more, **kw)
 
     LLMServerManager.__init__ = without_workers
 
 
 def _do_nothing(trainer: Any) -> None:
-    """There are no engines."""
+    """Do nothing in place of a step that needs an engine."""
 
 
 apply()

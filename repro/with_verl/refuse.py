@@ -7,6 +7,6 @@ from upref import InputError
 
 
 def refuse(sentences: Iterable[str]) -> None:
-    """Raise InputError with the first sentence; none: all is well."""
+    """Raise InputError with the first of the sentences; return if there is none."""
     for sentence in sentences:
         raise InputError(sentence)

@@ -74,6 +74,9 @@ class Kept:
     """A run as it lies in its folder.
 
     Attributes:
+        folder: of the run.
+        objective: its name.
+        scale: its name.
         rows: {"step", "data"}, what was logged.
         saved: overrides.json, what the launcher knew.
     """
@@ -86,14 +89,18 @@ class Kept:
 
     @property
     def label(self) -> str:
-        """The objective, and the seed where one was given."""
+        """Return the objective, and the seed where one was given."""
         given = [row["override"].lstrip("+") for row in self.saved.get("overrides", [])]
         seeds = [x.partition("=")[2] for x in given if x.startswith("data.seed=")]
         return f"{self.objective} seed {seeds[-1]}" if seeds else self.objective
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a metric, where it was logged; of a validation ("best@")
-        the mean over its sets.
+        """Return the steps at which a metric was logged as a finite number, and its
+        values.
+
+        Args:
+            key: a metric of verl; one that ends in "@", as "best@", is a validation's,
+                of which the mean over its sets is taken.
         """
         kept = []
         for row in self.rows:
@@ -110,9 +117,15 @@ class Kept:
 
 
 def validation(data: dict[str, Any], kind: str) -> float | None:
-    """Return the mean over the validation sets of one kind of accuracy, each of the
-    most answers; None where there was none. verl's names: val-core/aime24/acc/mean@32,
-    val-core/aime24/acc/best@32/mean.
+    """Return the mean over the validation sets of one kind of accuracy.
+
+    Args:
+        data: the metrics of a step by verl's names, such as val-core/aime24/acc/mean@32
+            and val-core/aime24/acc/best@32/mean.
+        kind: as "best@". Of each set the value with the most answers counts.
+
+    Returns:
+        None where the step had no validation.
     """
     most: dict[str, tuple[int, float]] = {}
     for key, value in data.items():
@@ -125,7 +138,7 @@ def validation(data: dict[str, Any], kind: str) -> float | None:
 
 
 def read(folder: Path) -> Kept:
-    """Return the run in a folder.
+    """Read the run in a folder.
 
     Raises:
         InputError: nothing was logged there.
@@ -150,7 +163,7 @@ def read(folder: Path) -> Kept:
 
 # ---- the report ----------------------------------------------------------------------
 def write(runs: list[Kept], out: Path) -> str:
-    """Return the report's text; its figure goes to `out`."""
+    """Return the report's text as Markdown, and write its figure, curves.svg, to `out`."""
     scales = ", ".join(sorted({r.scale for r in runs}))
     parts = [
         "# " + ", ".join(dict.fromkeys(r.objective for r in runs)),
@@ -167,7 +180,9 @@ def write(runs: list[Kept], out: Path) -> str:
 
 
 def table_of(runs: list[Kept]) -> str:
-    """Return how far each run is, and its score at both ends."""
+    """Return a table with a row for each run: how far it is, and its mean score over
+    the first and the last steps.
+    """
     rows = []
     for r in runs:
         steps = records.training(r.rows)
@@ -181,7 +196,9 @@ def table_of(runs: list[Kept]) -> str:
 
 
 def alarms(r: Kept) -> list[str]:
-    """Return what a reader must know before the curves."""
+    """Return sentences on what a reader must know before the curves: parity alarms,
+    steps that differ, steps that are missing, and gradient norms that are no number.
+    """
     found = []
     if r.largest(ALARMS) > 0:
         found.append(
@@ -216,7 +233,9 @@ def alarms(r: Kept) -> list[str]:
 
 
 def draw(runs: list[Kept], out: Path) -> str:
-    """Draw what was logged of PANELS, one line an objective; return the section."""
+    """Draw each metric of PANELS that was logged to curves.svg, with one color for each
+    objective. Return the section of the report.
+    """
     panels, drawn = [], []
     for key, label in PANELS.items():
         by_objective: curves.Series = {}
@@ -236,7 +255,9 @@ def draw(runs: list[Kept], out: Path) -> str:
 
 
 def numbers(runs: list[Kept]) -> str:
-    """Return what was logged of NUMBERS, and what was estimated."""
+    """Return the section with each metric of NUMBERS that was logged: its mean, its
+    largest value, and what was estimated.
+    """
     rows = []
     for r in runs:
         estimate = r.saved.get("estimate", {})
@@ -251,7 +272,9 @@ def numbers(runs: list[Kept]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line."""
+    """Write the report of the runs that the command line names. Return exit status 0; 2
+    if there is nothing to read.
+    """
     p = Parser(
         prog="report",
         description=__doc__,

@@ -65,8 +65,17 @@ ESTIMATORS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @dataclass
 class Run:
-    """All that a launch needs: override lines in order, the environment of every
-    process, what the user must know.
+    """All that a launch needs.
+
+    Attributes:
+        objective: its name.
+        scale: where the settings come from.
+        overrides: the words that verl is given, KEY=VALUE; of one key the last counts.
+        sources: line or key -> why it is so.
+        notes: sentences for the user.
+        directory: the folder of the run.
+        env: environment variables of every process of the run.
+        given: those of the overrides that the user typed.
     """
 
     objective: str
@@ -79,7 +88,9 @@ class Run:
     given: list[str] = field(default_factory=list)
 
     def source(self, line: str) -> str:
-        """Why this override is what it is."""
+        """Return why an override is what it is: the source of this line, else that of
+        its key, else that it was given on the command line.
+        """
         return self.sources.get(line) or self.sources.get(
             line.partition("=")[0], "given on the command line"
         )
@@ -90,8 +101,8 @@ class Run:
 
 
 def environment(directory: Path) -> dict[str, str]:
-    """Of every process of a run, on every machine; what the user has verl import is
-    imported too, behind ours.
+    """Return the environment variables of every process of a run, on every machine.
+    What the user has verl import is imported too, after the modules of this project.
     """
     given = [
         m
@@ -106,8 +117,9 @@ def environment(directory: Path) -> dict[str, str]:
 
 
 def watched(directory: Path) -> dict[str, str]:
-    """Environment in which whole optimizer steps are judged over all ranks, and those
-    that differ are recorded in `steps`; what the user has set stays.
+    """Return the environment variables by which whole optimizer steps are judged over
+    all ranks, and those that differ are recorded in `steps` of the run's folder. What
+    the user has set stays.
     """
     keep = "" if FOLDER in os.environ else " keep=failed"
     ours = {
@@ -119,8 +131,17 @@ def watched(directory: Path) -> dict[str, str]:
 
 
 def spelled_out(overrides: list[str]) -> tuple[list[str], str]:
-    """Two short forms: seed=N for the three seeds that a run has, and name=NAME for its
-    folder.
+    """Replace two short forms: seed=N by the three seeds that a run has, and name=NAME
+    by nothing.
+
+    Args:
+        overrides: KEY=VALUE.
+
+    Returns:
+        The overrides, and NAME, the name of the folder; "" if none is given.
+
+    Raises:
+        InputError: NAME cannot be the name of a folder.
     """
     lines, name = [], ""
     for line in overrides:
@@ -145,11 +166,23 @@ def compose(
     data: Path | None = None,
     flash: bool = True,
 ) -> Run:
-    """Return the overrides of one run, the user's last. Raises InputError on an unknown
-    objective or scale.
+    """Compose the overrides of one run. The user's come last, so that they count.
 
-    flash: whether flash-attn is there; without it the scales for one GPU attend
-    otherwise.
+    Args:
+        objective: its name.
+        scale: its name; "paper" is the experiment of the paper that the objective is
+            of.
+        overrides: what the user typed, KEY=VALUE.
+        data: the folder of the data files; None: runs/data.
+        flash: whether flash-attn is installed; without it the scales for one GPU use
+            another attention.
+
+    Returns:
+        The run. Nothing is written, and verl does not check it yet.
+
+    Raises:
+        InputError: the objective or the scale is unknown, or verl cannot run the
+            objective.
     """
     given, name = spelled_out(overrides or [])
     o = upref.get(objective)
@@ -168,15 +201,13 @@ def compose(
         notes.append(why)
     s = load_scale(scale)
     keys = {line.partition("=")[0].lstrip("+") for line in given}
-    instead = (
-        {}
-        if flash
-        else {
+    instead: dict[str, tuple[Any, str]] = {}  # of settings that need flash-attn
+    if not flash:
+        instead = {
             key: row
             for key, row in s.without_flash.items()
             if key.lstrip("+") not in keys
         }
-    )
     lines: dict[str, Any] = {
         key: value for key, (value, _) in (s.values | instead).items()
     }
@@ -223,6 +254,7 @@ def compose(
         """Return the overrides of this run, with these folders and names in them."""
         return [f"{key}={_hydra(_fill(value, places))}" for key, value in lines.items()]
 
+    # the name of a run does not depend on where its folders are
     nowhere = dict.fromkeys(("root", "data", "run", "name"), "")
     directory = RUNS / (name or name_of(f"{objective}-{scale}", own(nowhere), given))
     env = environment(directory)
@@ -241,26 +273,35 @@ def compose(
     return Run(objective, s, own(places) + given, sources, notes, directory, env, given)
 
 
-def extra(name: str):
+def extra(name: str) -> upref.Objective:
+    """Return an objective that is registered with verl alone, by its name in
+    OBJECTIVES.
+    """
     from repro.with_verl.plugins.grpo_clip_higher import OBJECTIVES
 
     return OBJECTIVES[name]
 
 
-def _aggregation(o) -> str:
+def _aggregation(o: upref.Objective) -> str:
+    """Return verl's loss_agg_mode that aggregates as the objective does."""
     from upref.aggregation import verl_name
 
     return verl_name(o.level, o.agg)
 
 
-def _fill(value: Any, places: dict) -> Any:
+def _fill(value: Any, places: dict[str, Any]) -> Any:
+    """Replace {root}, {data}, {run} and {name} in a text, or in the texts of a list;
+    return everything else as it is.
+    """
     if isinstance(value, list):
         return [_fill(v, places) for v in value]
     return value.format(**places) if isinstance(value, str) else value
 
 
 def _hydra(value: Any) -> str:
-    """Return a value in hydra's grammar."""
+    """Return a value in hydra's grammar: a plain word as it is, any other text in
+    quotes.
+    """
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k}: {_hydra(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):

@@ -39,8 +39,8 @@ class Shape:
     context: int = 0  # tokens; 0: not known
 
     def read(self, tokens: float) -> float:
-        """Parameters that a decoding step of so many tokens reads: of the experts,
-        those that some token chose.
+        """Return how many parameters a decoding step of so many tokens reads: all, but
+        of a mixture of experts the expected share of those that some token chose.
         """
         if not self.experts:
             return self.params
@@ -49,7 +49,16 @@ class Shape:
 
 
 def shape_of(path: str) -> Shape:
-    """InputError if the model's config.json is neither here nor known."""
+    """Return the shape of a model, by its config.json if that is on this machine, else
+    by its name in facts/models.toml.
+
+    Args:
+        path: a directory, or a name on the hub.
+
+    Raises:
+        InputError: the config.json is neither here nor known, or is no language
+            model's.
+    """
     folder = local(path)
     if folder:
         if not (folder / "config.json").exists():
@@ -65,6 +74,7 @@ def shape_of(path: str) -> Shape:
                 f"{folder}/config.json does not describe a language model ({e}): download it again."
             ) from e
     known = tomllib.loads(KNOWN.read_text(encoding="utf-8"))
+    # the language model within a vision model has the shape of the one without
     name = re.sub(r"-VL-(?=\d+B)", "-", path)
     name = SAME_SHAPE.sub("", name)
     if name not in known:
@@ -86,8 +96,14 @@ def download(name: str) -> str:
 
 
 def local(path: str) -> Path | None:
-    """Return the directory of a model's files: a path, or the pinned commit in the
-    hub's cache; None where it is not there.
+    """Return the directory of a model's files, None where they are not on this machine.
+
+    Args:
+        path: a directory; or a name on the hub, whose pinned commit is looked up in the
+            hub's cache.
+
+    Raises:
+        InputError: the path is empty.
     """
     if not path:
         raise InputError(
@@ -106,48 +122,50 @@ def local(path: str) -> Path | None:
 
 
 def parse(config: dict[str, Any]) -> Shape:
-    """Counts what a decoder of Qwen's or Llama's kind has; a mixture of experts in
-    every layer.
+    """Count the parameters of a decoder of Qwen's or Llama's kind.
+
+    Args:
+        config: config.json; of a vision model the part text_config is read.
+
+    Returns:
+        The shape. With experts, every layer has them. The count leaves out biases and
+        norms.
     """
     c = config.get("text_config", config)
-    hidden, layers, heads = (
-        c["hidden_size"],
-        c["num_hidden_layers"],
-        c["num_attention_heads"],
-    )
-    kv, vocab = c.get("num_key_value_heads", heads), c["vocab_size"]
-    dim = c.get("head_dim") or hidden // heads
+    hidden = c["hidden_size"]
+    layers = c["num_hidden_layers"]
+    heads = c["num_attention_heads"]
+    kv_heads = c.get("num_key_value_heads", heads)
+    vocab = c["vocab_size"]
+    head_dim = c.get("head_dim") or hidden // heads
     experts = c.get("num_experts") or c.get("num_local_experts") or 0
-    chosen, width = (
-        (c["num_experts_per_tok"], c["moe_intermediate_size"]) if experts else (0, 0)
-    )
-    attention = hidden * dim * (2 * heads + 2 * kv)
+    chosen = width = 0  # experts of a token, and the size of each
+    if experts:
+        chosen = c["num_experts_per_tok"]
+        width = c["moe_intermediate_size"]
+    # queries and the output, keys and values
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    # the router of the experts, or the three matrices of the one MLP
     mlp = hidden * experts if experts else 3 * hidden * c["intermediate_size"]
-    # read, not used
-    table = (
-        0
-        if c.get("tie_word_embeddings", config.get("tie_word_embeddings"))
-        else vocab * hidden
-    )
-    rest = (
-        table
-        + vocab * hidden
-        + layers * (attention + mlp)
-        + (VISION if "vision_config" in config else 0)
-    )
-    each = 3.0 * hidden * width * layers
+    is_tied = c.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    # of a table of embeddings beside the head a token reads one row
+    table = 0 if is_tied else vocab * hidden
+    head = vocab * hidden
+    vision = VISION if "vision_config" in config else 0
+    without_experts = table + head + layers * (attention + mlp) + vision
+    of_expert = 3.0 * hidden * width * layers  # one expert of every layer
     return Shape(
-        hidden,
-        layers,
-        heads,
-        kv,
-        dim,
-        vocab,
-        rest + experts * each,
-        rest + chosen * each - table,
-        experts,
-        chosen,
-        width,
-        experts * each,
-        c.get("max_position_embeddings") or 0,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=vocab,
+        params=without_experts + experts * of_expert,
+        active=without_experts + chosen * of_expert - table,
+        experts=experts,
+        experts_per_token=chosen,
+        expert_hidden=width,
+        expert_params=experts * of_expert,
+        context=c.get("max_position_embeddings") or 0,
     )

@@ -31,16 +31,16 @@ SAID_ALREADY = (
 
 
 def asked(overrides: list[str]) -> dict[str, str]:
-    """Setting -> value, the last one given, of what makes one run another than the
-    next.
+    """Return setting -> value, the last one given, without the settings of FREE: two
+    runs for which these are equal train the same.
     """
     pairs = (line.lstrip("+").partition("=") for line in overrides)
     return {key: model_of(value) for key, _, value in pairs if not key.startswith(FREE)}
 
 
 def model_of(value: str) -> str:
-    """Return the name of a model in the hub's cache, wherever that lies; its commit
-    too, where it is not the pinned one.
+    """Return REPOSITORY/NAME for a path in the hub's cache, with @COMMIT where that is
+    not the pinned one. Return any other text as it is.
     """
     found = CACHED.search(value)
     if not found:
@@ -50,8 +50,13 @@ def model_of(value: str) -> str:
 
 
 def name_of(first: str, own: list[str], given: list[str]) -> str:
-    """Readable first: up_dapo-paper_dapo-seed3-1f2e3d4c. `own`: the scale's lines
-    before places are filled in.
+    """Return the name of a run's folder, such as up_dapo-paper_dapo-seed3-1f2e3d4c.
+
+    Args:
+        first: objective and scale, the beginning of the name.
+        own: the scale's lines, before folders are filled in.
+        given: the user's lines. Short ones are in the name; all are in the hash at its
+            end.
     """
     digest = hashlib.sha256(
         json.dumps([first, *sorted(asked([*own, *given]).items())]).encode()

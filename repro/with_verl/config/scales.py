@@ -17,8 +17,17 @@ HANDED_OVER = ("mini", "smoke", "trl")  # run by programs of their own
 
 @dataclass
 class Scale:
-    """One file of scales/: verl key -> (value, source). without_flash: what stands in
-    for flash-attn.
+    """One file of scales/. Each setting is (value, source: why it is so).
+
+    Attributes:
+        name: of the file.
+        about: what the scale trains, in words.
+        values: verl's key -> setting.
+        hyperparameters: objective -> its hyperparameter -> setting.
+        loss: objective -> (the one whose loss trains in its place, why).
+        gpu_gb: memory of each GPU in GB.
+        experiment: of the paper; None: none.
+        without_flash: verl's key -> setting where flash-attn is not installed.
     """
 
     name: str
@@ -32,34 +41,37 @@ class Scale:
 
 
 def paper() -> dict[str, Any]:
+    """Return the paper's own settings, paper.toml."""
     return tomllib.loads((HERE / "paper.toml").read_text())
 
 
 def scale_names() -> list[str]:
+    """Return the names of the scales of verl on GPUs, in alphabetical order."""
     return sorted(
         p.stem for p in (HERE / "scales").glob("*.toml") if p.stem != "common"
     )
 
 
 def load_scale(name: str) -> Scale:
-    """Raises InputError with the nearest names if there is none."""
+    """Read a scale from its file, over the one that it extends. Raise InputError with
+    the nearest names if there is none of this name.
+    """
     if name not in scale_names():
         known = [*scale_names(), "paper", *HANDED_OVER]
         near = difflib.get_close_matches(name.lower(), known, 2, 0.4)
-        hint = (
-            f"did you mean {' or '.join(near)}?"
-            if near
-            else f"choose one of {', '.join(sorted(set(known)))}."
-        )
+        if near:
+            hint = f"did you mean {' or '.join(near)}?"
+        else:
+            hint = f"choose one of {', '.join(sorted(set(known)))}."
         raise InputError(f"there is no scale named {name!r}: {hint}")
     raw = tomllib.loads((HERE / "scales" / f"{name}.toml").read_text())
-    base = (
-        tomllib.loads((HERE / "scales" / f"{raw['extends']}.toml").read_text())
-        if "extends" in raw
-        else {}
-    )
+    base: dict[str, Any] = {}
+    if "extends" in raw:
+        extended = HERE / "scales" / f"{raw['extends']}.toml"
+        base = tomllib.loads(extended.read_text())
 
     def pairs(table: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Return a table of TOML with a tuple (value, source) for each list."""
         return {k: (v[0], v[1]) for k, v in table.items()}
 
     return Scale(
@@ -75,11 +87,17 @@ def load_scale(name: str) -> Scale:
 
 
 def paper_scale(objective: str) -> tuple[str, str]:
-    """Return which of the paper's experiments is meant by the objective's name, and
-    why.
+    """Choose the experiment of the paper that an objective is of.
 
     Methods of two experiments (GRPO, GSPO) get the one that the paper's text is about:
     GSPO on 30B, GRPO in Table 1.
+
+    Args:
+        objective: its name.
+
+    Returns:
+        The name of the scale, paper_math for what is not in the paper; and why, in
+        words.
     """
     data = paper()
     for name in ("dapo", "gspo", "math"):

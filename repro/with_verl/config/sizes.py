@@ -3,7 +3,8 @@
 before anything starts.
 
 Hydra and verl's own checks run before these, and refuse more. sizes.toml has the values
-that are possible. Here are rules: each yields a sentence for what cannot work.
+that are possible. Here are rules: each yields a sentence for what cannot work, and
+nothing where all is well.
 """
 
 import difflib
@@ -80,14 +81,16 @@ def get(cfg: DictConfig, key: str) -> Any:
 
 
 def fixed(cfg: DictConfig) -> Iterator[str]:
-    """What every scale needs as it is."""
+    """Yield a sentence for each setting that every scale needs as it is and that is set
+    to something else.
+    """
     for key, (value, why) in FIXED.items():
         if get(cfg, key) not in (None, value):
             yield f"{key} must be {str(value).lower()}: {why}."
 
 
 def ranges(cfg: DictConfig) -> Iterator[str]:
-    """Numbers are where they can be."""
+    """Yield a sentence for each number that is outside its range."""
     for key, least in AT_LEAST.items():
         value = get(cfg, key)
         if value is not None and value < least:
@@ -138,7 +141,15 @@ def ranges(cfg: DictConfig) -> Iterator[str]:
 def one_of(
     key: str, value: Any, known: Collection[str], what: str = ""
 ) -> Iterator[str]:
-    """Refuse a value that is not a known one. what: its kind, for the sentence."""
+    """Yield a sentence if a value is not a known one, with the nearest of these or all
+    of them.
+
+    Args:
+        key: the setting.
+        value: of the setting.
+        known: the values that it may have.
+        what: their kind, for the sentence; "": value.
+    """
     if value not in known:
         near = difflib.get_close_matches(str(value), sorted(known), 1, 0.5)
         rest = f"it is one of {', '.join(sorted(known))}."
@@ -148,7 +159,9 @@ def one_of(
 
 
 def names(cfg: DictConfig) -> Iterator[str]:
-    """Values that are names, and lists of them."""
+    """Yield a sentence for each setting whose value is no name that verl, torch or vLLM
+    knows: files, loggers, optimizers, KL terms and arguments of vLLM among them.
+    """
     from verl.utils.tracking import Tracking
 
     for key in ("data.train_files", "data.val_files"):
@@ -182,7 +195,9 @@ def names(cfg: DictConfig) -> Iterator[str]:
 
 
 def files(cfg: DictConfig) -> Iterator[str]:
-    """Files and samples that the driver reads when it starts."""
+    """Yield a sentence for each file that the driver reads at its start and that is not
+    there, and for a number of samples that leaves no batch.
+    """
     if not get(cfg, "trainer.default_local_dir"):
         yield "trainer.default_local_dir names no folder: leave it out, or name one."
     for key in ("data.custom_cls.path", "actor_rollout_ref.model.tokenizer_path"):
@@ -212,7 +227,9 @@ def defines(path: Path, name: str) -> bool:
 
 
 def rewards(cfg: DictConfig) -> Iterator[str]:
-    """The reward function is there, and its manager and settings fit it."""
+    """Yield a sentence if the reward function is not there, or its manager, metric or
+    penalty for length does not fit it.
+    """
     path = cfg.reward.custom_reward_function.path or ""
     ours = path.endswith("repro.with_verl.reward.score")
     module = path.removeprefix("pkg://").replace(".", "/") + ".py"
@@ -245,7 +262,10 @@ def rewards(cfg: DictConfig) -> Iterator[str]:
 
 
 def engine(cfg: DictConfig) -> Iterator[str]:
-    """The engine that trains, its dtype, and what it packs."""
+    """Yield a sentence if the engine does not fit the configuration, fails with fused
+    kernels, or rounds its updates away; or if training and log-probabilities pack
+    sequences in two ways.
+    """
     actor, model = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.model
     megatron, strategy = bool(actor.get("megatron")), actor.strategy
     known = STRATEGIES["megatron" if megatron else "dp"]
@@ -268,7 +288,7 @@ def engine(cfg: DictConfig) -> Iterator[str]:
 
 
 def checkpoints(cfg: DictConfig) -> Iterator[str]:
-    """A checkpoint must hold all that the same command goes on from."""
+    """Yield a sentence if checkpoints lack a part from which the same command goes on."""
     for part in ("save_contents", "load_contents"):
         kept = get(cfg, f"{ACTOR}.checkpoint.{part}")
         absent = [] if kept is None else [name for name in RESUMED if name not in kept]
@@ -280,13 +300,23 @@ def checkpoints(cfg: DictConfig) -> Iterator[str]:
 
 
 def divides(key: str, size: int, of: str, whole: int) -> Iterator[str]:
-    """Refuse a size that does not divide what it splits."""
+    """Yield a sentence if a size is below 1 or does not divide the number that it
+    splits.
+
+    Args:
+        key: the setting that has the size.
+        size: parts.
+        of: what is split, in words.
+        whole: how many of these there are.
+    """
     if size < 1 or whole % size:
         yield f"{key}={size} does not divide {whole} {of}: change one."
 
 
 def parallel(cfg: DictConfig, shape: Shape) -> Iterator[str]:
-    """Each parallel size divides what it splits."""
+    """Yield a sentence for each parallel size that does not divide what it splits:
+    vLLM's, then those of the engine that trains.
+    """
     each, gpus = cfg.trainer.n_gpus_per_node, gpus_of(cfg)
     key = f"{ROLLOUT}.tensor_model_parallel_size"
     rollout = cfg.actor_rollout_ref.rollout
@@ -300,7 +330,14 @@ def parallel(cfg: DictConfig, shape: Shape) -> Iterator[str]:
 
 
 def megatron(m: DictConfig, shape: Shape, gpus: int) -> Iterator[str]:
-    """Tensor, pipeline, context and expert parallel sizes. m: Megatron's section."""
+    """Yield a sentence for each of Megatron's sizes that does not divide what it
+    splits.
+
+    Args:
+        m: Megatron's section of the configuration.
+        shape: of the model.
+        gpus: of the whole run.
+    """
     key = f"{ACTOR}.megatron"
     tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
     ep, etp = m.expert_model_parallel_size, m.expert_tensor_parallel_size or tp
@@ -319,7 +356,9 @@ def megatron(m: DictConfig, shape: Shape, gpus: int) -> Iterator[str]:
 
 
 def fsdp(cfg: DictConfig, shape: Shape, gpus: int) -> Iterator[str]:
-    """FSDP's shards, and Ulysses' heads."""
+    """Yield a sentence if FSDP's shards do not divide the GPUs, or Ulysses' size the
+    GPUs and the heads.
+    """
     size, sp = cfg.actor_rollout_ref.actor.fsdp_config.fsdp_size, ulysses(cfg)
     if size != -1:
         yield from divides(f"{ACTOR}.fsdp_config.fsdp_size", size, "GPUs", gpus)
@@ -345,13 +384,17 @@ def ulysses(cfg: DictConfig) -> int:
 
 
 def replica(m: DictConfig) -> int:
-    """Return how many GPUs hold one copy of the model under Megatron. m: its section."""
+    """Return how many GPUs hold one copy of the model under Megatron, by its section
+    `m` of the configuration.
+    """
     tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
     return tp * pp * m.context_parallel_size
 
 
 def batches(cfg: DictConfig, _: Shape) -> Iterator[str]:
-    """A batch is a number of mini-batches, and these divide over the ranks."""
+    """Yield a sentence if a batch is not a number of mini-batches, or a mini-batch does
+    not divide over the data-parallel ranks. The shape is not read.
+    """
     actor, n = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout.n
     batch, mini, m = (
         cfg.data.train_batch_size,
@@ -371,8 +414,9 @@ def batches(cfg: DictConfig, _: Shape) -> Iterator[str]:
 
 
 def budgets(cfg: DictConfig, shape: Shape) -> Iterator[str]:
-    """A token budget must hold one whole sequence, of which each GPU that shares it has
-    a part.
+    """Yield a sentence for each limit of tokens that does not hold one whole sequence,
+    of which each GPU that shares it has a part; and for lengths beyond the model's
+    context.
     """
     for key, of in FOLLOWS.items():
         if get(cfg, key) != get(cfg, of):
@@ -381,7 +425,7 @@ def budgets(cfg: DictConfig, shape: Shape) -> Iterator[str]:
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     context, limit = shape.context, rollout.max_model_len
     if STRETCHED & {*(cfg.actor_rollout_ref.model.override_config or {})}:
-        context = 0
+        context = 0  # not known
     if 0 < context < longest:
         yield (
             f"a prompt and response of {longest} tokens are longer than the model's context of {context} "
@@ -390,9 +434,10 @@ def budgets(cfg: DictConfig, shape: Shape) -> Iterator[str]:
     m = actor.get("megatron")
     split = m.context_parallel_size if m else ulysses(cfg)
     with_reference = actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
-    for key in (
-        BUDGETS[: None if with_reference else 2] if actor.use_dynamic_bsz else ()
-    ):
+    read: tuple[str, ...] = ()
+    if actor.use_dynamic_bsz:
+        read = BUDGETS if with_reference else BUDGETS[:-1]
+    for key in read:
         if get(cfg, key) * split < longest:
             yield (
                 f"{key}={get(cfg, key)} x {split} GPUs to a sequence is less than one prompt and response "

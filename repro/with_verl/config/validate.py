@@ -66,10 +66,18 @@ SECTIONS = ("actor_rollout_ref.rollout", "algorithm")
 
 
 def validate(run: Run, shape: Shape | None = None) -> DictConfig:
-    """Return the composed configuration. Raises InputError naming the override that
-    verl would refuse or never read.
+    """Compose a run's configuration as verl does, and check it.
 
-    shape: of the model, where its files are not made yet.
+    Args:
+        run: the run. Of each line that the user gave, `sources` gets what reads it.
+        shape: of the model, where its files are not made yet; None: by its config.json.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        InputError: verl would refuse an override, or would never read it; the sentence
+            names it.
     """
     own = run.overrides[: len(run.overrides) - len(run.given)]
     for line in run.given:
@@ -93,7 +101,9 @@ def validate(run: Run, shape: Shape | None = None) -> DictConfig:
 
 
 def unread(cfg: DictConfig, key: str) -> Iterator[str]:
-    """Refuse a setting that verl has and that nothing reads in a run of these scales."""
+    """Yield a sentence if verl has this setting and nothing reads it in a run of these
+    scales; nothing where it is read.
+    """
     actor, steps = cfg.actor_rollout_ref.actor, cfg.trainer.total_training_steps
     warmup, mode = actor.optim.lr_warmup_steps, actor.policy_loss.loss_mode
     section, _, rest = key.partition(".")
@@ -119,8 +129,17 @@ def unread(cfg: DictConfig, key: str) -> Iterator[str]:
 
 @functools.lru_cache(100)
 def _checked(overrides: tuple[str, ...]) -> tuple[DictConfig, Any]:
-    """All but the names, which change nothing else: objectives share it, so that
-    checking all of them is quick.
+    """Compose overrides, and check the types and verl's own classes. It is cached: all
+    objectives share the settings without NAMES, so that checking many is quick.
+
+    Args:
+        overrides: all lines but those that begin with one of NAMES.
+
+    Returns:
+        The configuration, and verl's ActorConfig. Both are shared: see `validate`.
+
+    Raises:
+        InputError: an override cannot be read, has another type, or verl refuses it.
     """
     cfg = _compose(overrides)
     _check_types(cfg, overrides)
@@ -129,12 +148,18 @@ def _checked(overrides: tuple[str, ...]) -> tuple[DictConfig, Any]:
 
 @functools.lru_cache
 def _base(groups: tuple[str, ...]) -> DictConfig:
+    """Return verl's configuration with these `model_engine=` lines. It is cached: copy
+    it before a change.
+    """
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", overrides=list(groups))
 
 
 @functools.lru_cache(1000)
 def _parsed(line: str):
+    """Return an override as hydra parses it. Raise InputError if it lists several
+    values.
+    """
     parsed = OverridesParser.create().parse_override(line)
     if parsed.is_sweep_override():
         raise InputError(
@@ -144,7 +169,10 @@ def _parsed(line: str):
 
 
 def _compose(overrides: tuple[str, ...]) -> DictConfig:
-    """As hydra does; its files, which take half a second, are read once per backend."""
+    """Apply overrides one by one to verl's configuration, as hydra does. verl's files,
+    which take half a second, are read once for each backend. Raise InputError for a
+    line that hydra refuses or that nothing reads.
+    """
     groups = tuple(o for o in overrides if o.startswith("model_engine="))
     cfg = copy.deepcopy(_base(groups))
 
@@ -217,14 +245,17 @@ def reader(cfg: DictConfig, key: str) -> str:
 
 
 def _hint(cfg: DictConfig, key: str) -> str:
-    """Return what was probably meant: the same last component elsewhere, a
-    hyperparameter of an objective, or a like name.
+    """Return a question with the key that was probably meant, or where keys go that
+    verl does not list. The key has the same last component elsewhere, or that component
+    is a hyperparameter of an objective, or its name is similar.
     """
     parent, _, leaf = key.rpartition(".")
     leaf = USUAL.get(leaf, leaf)
 
     def rank(key: str) -> int:
-        """Keys of the parts that people set come first."""
+        """Return the place of a key's section in FIRST, 99 for others: people set these
+        more often.
+        """
         return next((i for i, x in enumerate(FIRST) if key.startswith(x)), 99)
 
     known = [k for k in _keys(cfg) if "critic" not in k and "profiler" not in k]
@@ -263,8 +294,9 @@ def _keys(node: DictConfig, prefix: str = "") -> list[str]:
 
 
 def _check_types(cfg: DictConfig, overrides: tuple[str, ...]) -> None:
-    """verl's YAML takes any type where a class or its default would have one: say so
-    here, not in a worker.
+    """Raise InputError for an override whose value has not the type of verl's class or
+    default, or is not finite. verl's YAML takes any type, and a worker would fail
+    later.
     """
     for line in overrides:
         name = line.partition("=")[0]
@@ -293,8 +325,9 @@ def _annotation(cfg: DictConfig, key: str) -> Any:
 
 
 def _class(cfg: DictConfig, key: str) -> tuple[Any, str]:
-    """verl's configuration class of the section that a key is in, None where there is
-    none; and the key's last part.
+    """Return verl's configuration class of the section that a key is in, and the key's
+    last component. The class is None where the section has none or it cannot be
+    imported.
     """
     from hydra.utils import get_class
 
@@ -307,7 +340,9 @@ def _class(cfg: DictConfig, key: str) -> tuple[Any, str]:
 
 
 def _fits(value: Any, want: Any) -> bool:
-    """Tell whether a value of the configuration has a type."""
+    """Tell whether a value of the configuration has a type. A whole number is a float
+    too, a bool is no number, and a list stands for a str: a file may be one of several.
+    """
     origin = typing.get_origin(want)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, w) for w in typing.get_args(want))
@@ -326,7 +361,7 @@ def _fits(value: Any, want: Any) -> bool:
 
 
 def _words(want: Any) -> str:
-    """Describe a type in words."""
+    """Describe a type in words, such as "a whole number or null"."""
     words = {
         int: "a whole number",
         float: "a number",
@@ -343,7 +378,9 @@ def _words(want: Any) -> str:
 
 
 def _classes(cfg: DictConfig):
-    """verl's own checks, quietly; its actor config."""
+    """Run verl's own checks without their output; return its ActorConfig. Raise
+    InputError with verl's words where one refuses the configuration.
+    """
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
     try:
@@ -373,8 +410,8 @@ def _classes(cfg: DictConfig):
 
 
 def _check_loss(cfg: DictConfig, actor) -> None:
-    """Refuse a loss or an estimator that is not registered, and settings that
-    contradict a loss of upref.
+    """Raise InputError for a loss or an advantage estimator that is not registered, and
+    for settings that contradict a loss of upref.
     """
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
     from verl.workers.config import ActorConfig

@@ -22,7 +22,9 @@ FILE, CLASSES = "vllm/engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")
 
 
 def names(source: str) -> list[str]:
-    """Return the fields of its argument classes."""
+    """Return the public fields of vLLM's argument classes, in alphabetical order, from
+    the source of their module.
+    """
     tree = ast.parse(source)
     classes = [
         n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in CLASSES
@@ -37,6 +39,7 @@ def names(source: str) -> list[str]:
 
 
 def known() -> set[str]:
+    """Return the names that facts/vllm_args.json lists."""
     return set(json.loads(FACTS.read_text())["names"])
 
 

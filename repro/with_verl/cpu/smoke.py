@@ -55,8 +55,8 @@ def environment(log: Path, modules: tuple[str, ...] = ()) -> dict[str, str]:
 
 
 def settings(objective: upref.Objective, steps: int, out: Path) -> dict[str, object]:
-    """Return what verl is given on a CPU: the toy's settings, and those that a CPU
-    needs.
+    """Return what verl is given on a CPU, by key: the toy's settings, and those that a
+    CPU needs.
     """
     python = f'"{" ".join(fork.executable())}"'
     of_cpu = TABLES["cpu"] | {
@@ -68,7 +68,7 @@ def settings(objective: upref.Objective, steps: int, out: Path) -> dict[str, obj
 def toy_settings(
     objective: upref.Objective, steps: int, out: Path
 ) -> dict[str, object]:
-    """Return what verl is given for the toy on any device."""
+    """Return what verl is given for the toy on any device, by key."""
     return TABLES["toy"] | {
         "data.train_files": out / "data.parquet",
         "data.val_files": out / "data.parquet",
@@ -92,12 +92,20 @@ def toy_settings(
 
 
 def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
+    """Return the settings of `settings` as lines KEY=VALUE."""
     return [f"{k}={v}" for k, v in settings(objective, steps, out).items()]
 
 
 def dry_run(objective: upref.Objective, extra: Sequence[str] = ()) -> Any:
-    """Return the settings, read by the installed verl and checked as those of the GPU
-    scales; InputError on what is wrong.
+    """Let the installed verl read the settings, checked as those of the GPU scales are;
+    return its configuration.
+
+    Args:
+        objective: that would train.
+        extra: the user's overrides, KEY=VALUE.
+
+    Raises:
+        InputError: a line is no override, or verl refuses it.
     """
     from repro.with_verl.config.compose import Run
     from repro.with_verl.config.model import parse
@@ -116,8 +124,17 @@ def dry_run(objective: upref.Objective, extra: Sequence[str] = ()) -> Any:
 def judge(
     rows: list[dict], steps: int, outcome: watch.Outcome
 ) -> tuple[list[str], list[str]]:
-    """(what is to be reported, what is wrong); the steps decide, because verl can end
-    with status 0 too early.
+    """Judge a run by the steps that it logged, because verl can end too early with
+    status 0.
+
+    Args:
+        rows: the logged steps.
+        steps: how many were asked for.
+        outcome: how the trainer ended.
+
+    Returns:
+        What is to be reported, and what is wrong: clauses. The run is right if the
+        second list is empty. From 20 steps on the score must rise by more than 0.05.
     """
     wrong, data = [], [r["data"] for r in rows]
     if outcome.why and not (rows and rows[-1]["step"] >= steps):
@@ -139,7 +156,7 @@ def judge(
         f"steps {len(rows)} of {steps} in {outcome.seconds:.0f} s ({outcome.cpu_seconds:.0f} s of CPU)"
     ]
     if rows:
-        k = max(1, min(3, len(rows) // 3))
+        k = max(1, min(3, len(rows) // 3))  # steps at either end
         first, last = (
             sum(d[SCORE] for d in part) / k for part in (data[:k], data[-k:])
         )
@@ -175,7 +192,17 @@ def summary(
     wrong: list[str],
     extra=(),
 ) -> dict:
-    """Return the record of a run."""
+    """Return the record of a run: how it ended, its curves, and the versions and the
+    machine that ran it.
+
+    Args:
+        name: of the objective.
+        rows: the logged steps.
+        steps: how many were asked for.
+        outcome: how the trainer ended.
+        wrong: of `judge`.
+        extra: overrides that the user gave.
+    """
     versions: dict[str, str | None] = {}
     for package in (
         "verl",
@@ -192,6 +219,7 @@ def summary(
             versions[package] = None
 
     def value(row: dict, key: str) -> float | None:
+        """Return a metric of a step to four decimals; None where it was not logged."""
         return round(float(row["data"][key]), 4) if key in row["data"] else None
 
     return {
@@ -226,10 +254,23 @@ def main(
     keep: str = "",
     modules: tuple[str, ...] = (),
 ) -> int:
-    """Train, watch, judge, report; the exit status. `modules` are imported by every
-    process of verl.
+    """Train the toy with verl, judge the run, print a report, and write
+    OUT/summary.json.
 
-    InputError on an unknown objective.
+    Args:
+        name: of the objective.
+        steps: of verl's trainer.
+        out: the folder; None: repro/out/NAME/smoke. Without `again` it is emptied.
+        extra: overrides that the user gave.
+        again: go on from the last checkpoint in the folder.
+        keep: under which name results/smoke.json gets the summary; "": it does not.
+        modules: imported by every process of verl too.
+
+    Returns:
+        0 if nothing is wrong, 1 if something is, 2 if no step was logged.
+
+    Raises:
+        InputError: the objective is unknown, or the folder is not this command's.
     """
     from repro.with_verl.config.compose import watched
 
@@ -255,6 +296,7 @@ def main(
     print(f"smoke: {name}, {steps} steps; verl's output goes to {output}", flush=True)
 
     def tell(row):
+        """Print the step, score, parity and seconds of a logged step."""
         d = row["data"]
         parity = f"  parity {d[PARITY]:.1e}" if PARITY in d else ""
         print(

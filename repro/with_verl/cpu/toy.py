@@ -31,8 +31,9 @@ TEMPLATE = (
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info=None, **_
 ) -> dict:
-    """verl's reward function: right tokens in RESPONSE; a short answer forgoes the
-    rest. acc: all but one are right.
+    """Return verl's reward: the number of right words over RESPONSE, so that a short
+    answer scores less. `acc` is 1 if at most one word of RESPONSE is missing or wrong,
+    and `pred` is the most frequent word.
     """
     words = solution_str.split()
     right = sum(word == ground_truth for word in words)
@@ -44,8 +45,14 @@ def compute_score(
 
 
 def make_model(path: Path, experts: int = 0, seed: int = 0, words: list[str] = VOCAB):
-    """Tokenizer and random weights; the vocabulary is exactly the tokenizer's, or vLLM
-    and the trainer would differ.
+    """Save a tokenizer and a Qwen3 with random weights.
+
+    Args:
+        path: the folder.
+        experts: of each layer; 0: none.
+        seed: of the weights.
+        words: the vocabulary, which is exactly the tokenizer's, or vLLM and the trainer
+            would differ.
     """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -87,7 +94,9 @@ def make_model(path: Path, experts: int = 0, seed: int = 0, words: list[str] = V
 
 
 def make_data(path: Path, rows: int = 256):
-    """Prompts as verl reads them."""
+    """Write prompts of one digit to a parquet file, in the columns that verl reads; the
+    digits take their turn.
+    """
     import pandas
 
     digits = [str(i % DIGITS) for i in range(rows)]

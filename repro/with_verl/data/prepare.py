@@ -33,8 +33,8 @@ from upref import InputError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prepare the data sets that the options name. Return 0; 2 if the
-    options are wrong or one failed.
+    """Prepare the data sets that the options name; one that fails does not stop the
+    others. Return 0; 2 if the options are wrong or one failed.
     """
     p = Parser(
         prog="prepare",
@@ -85,7 +85,21 @@ def prepare(
     revision: str | None = None,
     accept: int | None = None,
 ) -> str:
-    """Writes out/NAME.parquet and says what it did. Raises InputError if it cannot."""
+    """Write OUT/NAME.parquet, unless it is there with this revision and number of rows.
+
+    Args:
+        s: the source.
+        out: the folder.
+        file: the upstream file, already here; None: it is fetched.
+        revision: a full commit hash; None: the pinned one.
+        accept: another number of rows than the source's that is right too.
+
+    Returns:
+        What was done, in words.
+
+    Raises:
+        InputError: the file cannot be fetched or read, or has another number of rows.
+    """
     revision = revision or s.revision
     if not file and not re.fullmatch("[0-9a-f]{40}", revision):
         raise InputError(
@@ -147,7 +161,10 @@ def fetch(s: Source, revision: str) -> Path:
 
 
 def from_github(s: Source, revision: str) -> Path:
-    """Of the pinned revision, only the file whose hash is pinned."""
+    """Fetch a file from GitHub into a temporary folder, which is removed at the end of
+    the process. Raise OSError if its hash is not the pinned one; at another revision
+    than the pinned one no hash is known.
+    """
     with urllib.request.urlopen(s.url(revision), timeout=60) as answer:
         data = answer.read()
     if (
@@ -162,7 +179,9 @@ def from_github(s: Source, revision: str) -> Path:
 
 
 def read(path: Path) -> Iterator[dict]:
-    """Rows of a .parquet, .arrow, .jsonl or .json file."""
+    """Yield the rows of a .parquet, .arrow, .jsonl or .json file. Raise InputError
+    where it cannot be read.
+    """
     if not path.is_file():
         raise InputError(f"there is no file {path}.")
     try:

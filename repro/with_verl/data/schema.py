@@ -29,7 +29,17 @@ IMAGES = pa.list_(pa.struct([("bytes", pa.binary()), ("path", STRING)]))
 def row(
     source: str, index: int, content: str, answer: str, protocol: str, split: str
 ) -> dict[str, Any]:
-    """`protocol` is one of repro.with_verl.reward.score.PROTOCOLS."""
+    """Return one row in the columns that verl reads, with the prompt as one message of
+    the user.
+
+    Args:
+        source: name of the data set.
+        index: number of the row.
+        content: the prompt.
+        answer: the right one.
+        protocol: how it is scored, one of repro.with_verl.reward.score.PROTOCOLS.
+        split: train or test.
+    """
     return {
         "data_source": source,
         "prompt": [{"role": "user", "content": content}],
@@ -40,8 +50,12 @@ def row(
 
 
 def write(path: Path, rows: list[dict[str, Any]], facts: dict[str, str]) -> None:
-    """Whole or not at all: written beside and renamed. `facts` go into the file's
-    metadata.
+    """Write rows to a parquet file, whole or not at all.
+
+    Args:
+        path: of the file.
+        rows: at least one; all or none of them have images.
+        facts: for the metadata of the file.
     """
     schema = (
         SCHEMA.append(pa.field("images", IMAGES)) if "images" in rows[0] else SCHEMA
@@ -53,7 +67,9 @@ def write(path: Path, rows: list[dict[str, Any]], facts: dict[str, str]) -> None
 
 
 def facts(path: Path) -> dict[str, str]:
-    """Return what `write` was told; empty if the file is missing or no parquet file."""
+    """Return the metadata that `write` was given; {} if the file is missing or no
+    parquet file.
+    """
     try:
         return {
             k.decode(): v.decode()
@@ -64,8 +80,14 @@ def facts(path: Path) -> dict[str, str]:
 
 
 def check_file(path: Path) -> int:
-    """Return the number of rows. Raises InputError on what verl or the reward would
-    stumble over.
+    """Return the number of rows of a data file.
+
+    Args:
+        path: of a parquet file.
+
+    Raises:
+        InputError: it cannot be read, lacks a column, is empty, or a row has no prompt
+            or answer.
     """
     try:
         table = pq.read_table(path, columns=[*SCHEMA.names])

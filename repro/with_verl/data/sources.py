@@ -41,10 +41,18 @@ DAPO_AFTER = re.compile(
 
 @dataclass(frozen=True)
 class Source:
-    """One output file. `count`: rows it must have; `repository`, `files`, `revision`:
-    what is fetched.
+    """One output file, and what it is made from.
 
-    `blob`, git's hash of the file, where the repository is on GitHub, not on the hub.
+    Attributes:
+        name: of the output file.
+        repository: on the hub, or on GitHub where there is a blob.
+        files: in the repository; the first is fetched.
+        revision: the pinned commit.
+        count: rows that the output must have.
+        convert: (source, upstream rows) -> the output's rows.
+        split: train or test.
+        why: where the number of rows comes from.
+        blob: git's hash of the file; "": the repository is on the hub.
     """
 
     name: str
@@ -59,13 +67,14 @@ class Source:
     copies: int = 1  # of each row in the file that is fetched
 
     def url(self, revision: str) -> str:
+        """Return the address of the file at a commit."""
         if self.blob:
             return f"https://raw.githubusercontent.com/{self.repository}/{revision}/{self.files[0]}"
         return f"https://huggingface.co/datasets/{self.repository}/resolve/{revision}/{self.files[0]}"
 
 
 def _unique(rows: Iterable[T], key: Callable[[T], Any]) -> list[T]:
-    """First of each, in order."""
+    """Return the first row of each key, in their order."""
     seen: dict[Any, T] = {}
     for r in rows:
         seen.setdefault(key(r), r)
@@ -73,6 +82,9 @@ def _unique(rows: Iterable[T], key: Callable[[T], Any]) -> list[T]:
 
 
 def _field(r: Row, i: int, *names: str) -> Any:
+    """Return the first of these columns that a row has and that is not empty. Raise
+    InputError with the number of the row, i, if there is none.
+    """
     for name in names:
         if r.get(name) not in (None, ""):
             return r[name]
@@ -94,8 +106,8 @@ def _boxed(s: Source, i: int, problem: str, answer: str) -> Row:
 
 
 def dapo(s: Source, rows: Iterable[Row]) -> list[Row]:
-    """verl's format already, every problem 100 times (AIME24: 32 times); kept once, the
-    prompt untouched.
+    """Convert rows that are in verl's format already, each problem once: the upstream
+    file repeats them. The prompts stay as they are.
     """
     problems = _unique(rows, lambda r: r["extra_info"]["index"])
     return [
@@ -112,8 +124,8 @@ def dapo(s: Source, rows: Iterable[Row]) -> list[Row]:
 
 
 def aime24_x32(s: Source, rows: Iterable[Row]) -> list[Row]:
-    """The boxed prompt, every problem 32 times, because verl has one number of answers
-    for all validation files.
+    """Convert AIME24 with the boxed prompt, each problem 32 times: verl samples the
+    same number of answers for all validation files.
     """
     out: list[Row] = []
     for r in dapo(s, rows):
@@ -126,7 +138,9 @@ def aime24_x32(s: Source, rows: Iterable[Row]) -> list[Row]:
 
 
 def question_answer(s: Source, rows: Iterable[Row]) -> list[Row]:
-    """problem or question, answer."""
+    """Convert rows of `problem` or `question`, and `answer` or `gt_answer`, to boxed
+    prompts.
+    """
     return [
         _boxed(
             s,
@@ -139,7 +153,9 @@ def question_answer(s: Source, rows: Iterable[Row]) -> list[Row]:
 
 
 def gsm8k(s: Source, rows: Iterable[Row]) -> list[Row]:
-    """question, answer: a solution whose last line is #### and the number."""
+    """Convert rows of `question` and `answer` to boxed prompts. The right answer is the
+    number behind #### in the solution, without commas.
+    """
     return [
         _boxed(
             s,
@@ -152,7 +168,10 @@ def gsm8k(s: Source, rows: Iterable[Row]) -> list[Row]:
 
 
 def olympiad(s: Source, rows: Iterable[Row]) -> list[Row]:
-    """question, final_answer [one text or several]; text only, each question once."""
+    """Convert rows of `question` and `final_answer` (a text or a list of texts, joined
+    by commas) to boxed prompts. A question with an image is left out, and each question
+    comes once.
+    """
     out: list[tuple[str, str]] = []
     for i, r in enumerate(rows):
         answers = _field(r, i, "final_answer", "answer")
@@ -171,8 +190,9 @@ def olympiad(s: Source, rows: Iterable[Row]) -> list[Row]:
 
 
 def math_3to5(s: Source, rows: Iterable[Row]) -> list[Row]:
-    """problem or question; gt_answer, answer or a boxed solution; levels 3 to 5 where
-    one is given.
+    """Convert rows of `problem` or `question` to boxed prompts; the right answer is
+    `gt_answer`, `answer` or the box of `solution`. Rows of a level that is not 3 to 5
+    are left out; those without a level stay.
     """
     out: list[Row] = []
     for i, r in enumerate(rows):
@@ -195,8 +215,9 @@ def math_3to5(s: Source, rows: Iterable[Row]) -> list[Row]:
 
 
 def geometry3k(s: Source, rows: Iterable[Row]) -> list[Row]:
-    """problem with <image> in it, answer, images [{bytes, path}]; an image that cannot
-    be read is an error.
+    """Convert rows of `problem`, `answer` and `images` ({bytes, path}) to prompts of
+    verl's geo3k. Raise InputError if their number is not that of <image> in the
+    problem, and Pillow's error for an image that cannot be read.
     """
     from PIL import Image
 

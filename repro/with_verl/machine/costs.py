@@ -24,8 +24,8 @@ def price(cfg: DictConfig, gpu: GPU, gpu_bytes: float) -> Estimate:
 
 
 def count_rows(files: Any) -> int:
-    """Of prepared files; of those that are not there yet, what their sources have; 0 of
-    others.
+    """Return the number of rows of data files. A file that is not there yet counts as
+    many as its source has, and 0 where no source makes it.
     """
     from repro.with_verl.data.schema import check_file
 
@@ -40,8 +40,17 @@ def count_rows(files: Any) -> int:
 
 
 def save_hourly(run: Run, cfg: DictConfig, e: Estimate) -> Estimate:
-    """Checkpoints often enough that a machine which goes away takes an hour of work;
+    """Have a run save checkpoints so often that an interruption costs an hour of work.
     verl saves between steps only.
+
+    Args:
+        run: gets an override, unless the user set trainer.save_freq or it is small
+            enough.
+        cfg: changed likewise.
+        e: the estimate, whose number of checkpoints is changed likewise.
+
+    Returns:
+        The same estimate.
     """
     often = max(1, int(3600 // max(e.step_seconds, 1)))
     given = any(line.startswith("trainer.save_freq=") for line in run.given)
@@ -56,7 +65,9 @@ def save_hourly(run: Run, cfg: DictConfig, e: Estimate) -> Estimate:
 
 
 def notes(run: Run, cfg: DictConfig, e: Estimate, gpu_bytes: float) -> list[str]:
-    """Return the sentences that are printed beside the estimate."""
+    """Return the sentences that are printed beside the estimate: what an interruption
+    costs, and what flash-attn changes.
+    """
     found = at_risk(cfg, e), price_of_flash(run, cfg, e.gpu, gpu_bytes)
     return [sentence for sentence in found if sentence]
 
@@ -94,8 +105,8 @@ def price_of_flash(run: Run, cfg: DictConfig, gpu: GPU, gpu_bytes: float) -> str
 
 
 def epochs_in_print(scale: Scale) -> str:
-    """Both readings of the epochs that the LaTeX of the paper's Table A1 has commented
-    out; "" for other scales.
+    """Return a sentence with both readings of the epochs that the LaTeX of the paper's
+    Table A1 has commented out; "" for scales that are not of this table.
     """
     data = paper()
     experiment = data["experiments"].get(scale.experiment or "", {"tables": []})

@@ -59,7 +59,15 @@ CONTEXT = 3 * GB  # CUDA, NCCL
 
 @dataclass(frozen=True)
 class GPU:
-    """One row of gpus.toml."""
+    """One row of gpus.toml.
+
+    Attributes:
+        name: a part of the name by which the driver calls it.
+        tflops: dense bf16, in 1e12 a second.
+        bandwidth: of its memory, in 1e12 bytes a second.
+        memory: in GB.
+        dollars: an hour.
+    """
 
     name: str
     tflops: float
@@ -70,6 +78,7 @@ class GPU:
 
 @cache
 def gpus() -> dict[str, GPU]:
+    """Return the rows of gpus.toml by name."""
     raw = tomllib.loads(
         Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8")
     )
@@ -178,37 +187,40 @@ def estimate(
     train_rows: int = 0,
     length: float | None = None,
 ) -> Estimate:
-    """gpu_bytes: memory of one GPU; *_rows: prompts in the files; length: tokens of a
-    mean response.
+    """Estimate the memory, the time and the price of a run.
+
+    Args:
+        cfg: the configuration of the run.
+        gpu: speed and price of each GPU.
+        gpu_bytes: memory of each GPU.
+        val_rows: prompts of the validation files.
+        train_rows: prompts of the training files; 0: not known.
+        length: tokens of a mean response; None: LENGTH of the longest.
+
+    Returns:
+        The estimate. Its `problem` is a sentence if the run cannot fit, or if the data
+        ends before the steps do.
     """
-    shape, actor, rollout = (
-        shape_of(cfg.actor_rollout_ref.model.path),
-        *(cfg.actor_rollout_ref[k] for k in ("actor", "rollout")),
-    )
-    tp, n_gpus = (
-        rollout.tensor_model_parallel_size,
-        cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node,
-    )
+    shape = shape_of(cfg.actor_rollout_ref.model.path)
+    actor = cfg.actor_rollout_ref.actor
+    rollout = cfg.actor_rollout_ref.rollout
+    tp = rollout.tensor_model_parallel_size
+    n_gpus = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
     longest = cfg.data.max_response_length
     mean = length or LENGTH * longest
     prompt = min(PROMPT, cfg.data.max_prompt_length / 2)
 
     vllm = rollout.gpu_memory_utilization * gpu_bytes
+    # bytes of a token's keys and values, 2 each
     kv_token = 4 * shape.layers * shape.kv_heads * shape.head_dim / tp
     kv_tokens = (vllm - shape.params * 2 / tp - 2 * GB) / kv_token
     train, resident = memory(shape, cfg, n_gpus)
-    keeps = (
-        0.0
-        if rollout.free_cache_engine and rollout.get("enable_sleep_mode", True)
-        else vllm
-    )
+    sleeps = rollout.free_cache_engine and rollout.get("enable_sleep_mode", True)
+    keeps = 0.0 if sleeps else vllm  # bytes of vLLM while the GPU trains
 
     responses = cfg.data.train_batch_size * rollout.n
-    refill = (
-        REFILL
-        if cfg.algorithm.filter_groups and cfg.algorithm.filter_groups.enable
-        else 1
-    )
+    filters = cfg.algorithm.filter_groups and cfg.algorithm.filter_groups.enable
+    refill = REFILL if filters else 1
     at_once = max(1.0, min(rollout.max_num_seqs, kv_tokens / (prompt + 0.7 * mean)))
     replicas = n_gpus // tp
 
@@ -221,7 +233,7 @@ def estimate(
         actor.get("megatron") is not None
         or cfg.actor_rollout_ref.model.enable_gradient_checkpointing
     )
-    forwards = 1 + bool(actor.use_kl_loss)
+    forwards = 1 + bool(actor.use_kl_loss)  # old policy, reference policy
     offloaded = (
         shape.params
         * (4 * offloads(cfg, "param") + 8 * offloads(cfg, "optimizer"))
@@ -247,26 +259,24 @@ def estimate(
     steps = cfg.trainer.total_training_steps
     if steps is None and train_rows:
         steps = train_rows // cfg.data.train_batch_size * cfg.trainer.total_epochs
-    answers, checks, saves = (
-        val_rows * rollout.val_kwargs.n,
-        cfg.trainer.test_freq,
-        cfg.trainer.save_freq,
-    )
-    checkpoint = shape.params * 12
+    answers = val_rows * rollout.val_kwargs.n
+    checks = cfg.trainer.test_freq  # steps between validations
+    saves = cfg.trainer.save_freq  # steps between checkpoints
+    checkpoint = shape.params * 12  # float32 weights and Adam's two moments
+    validations = (steps or 0) // checks if checks > 0 else 0
     e = Estimate(
-        gpu,
-        n_gpus,
-        train + keeps,
-        vllm,
-        resident,
-        max(kv_tokens, 0.0),
+        gpu=gpu,
+        gpus=n_gpus,
+        train=train + keeps,
+        vllm=vllm,
+        resident=resident,
+        kv_tokens=max(kv_tokens, 0.0),
         step_tokens=responses * longest,
         checkpoint=checkpoint,
         parts=parts,
         steps=steps,
         validation_seconds=sample(answers) if answers else 0.0,
-        validations=((steps or 0) // checks if checks > 0 else 0)
-        + bool(cfg.trainer.val_before_train),
+        validations=validations + bool(cfg.trainer.val_before_train),
         checkpoint_seconds=checkpoint / DISK / cfg.trainer.nnodes,
         saves=(steps or 0) // saves if saves > 0 else 0,
         assumes={"length": mean, "prompt": prompt},
@@ -282,8 +292,13 @@ def estimate(
 
 
 def problem(e: Estimate, gpu_bytes: float, sequence: int, keeps: float) -> str:
-    """Why it cannot fit; "" if it can. keeps: bytes of vLLM that stay on a GPU while it
-    trains.
+    """Return a sentence that says why a run cannot fit its GPUs; "" if it can.
+
+    Args:
+        e: the estimate.
+        gpu_bytes: memory of each GPU.
+        sequence: tokens of the longest prompt and response.
+        keeps: bytes of vLLM that stay on a GPU while it trains.
     """
     if keeps and e.train > gpu_bytes:
         return (
@@ -321,8 +336,18 @@ def updating(
     forwards: float,
     passes: float,
 ) -> dict[str, float]:
-    """Seconds of log-probabilities and of training, which take the FLOPs of so many
-    forward passes.
+    """Return the seconds of log-probabilities and of training, by these two names.
+
+    Args:
+        shape: of the model.
+        gpu: speed of each GPU.
+        gpus: how many.
+        responses: of a step.
+        prompt: tokens of a mean prompt.
+        mean: tokens of a mean response.
+        longest: tokens of a response, at most.
+        forwards: forward passes for log-probabilities.
+        passes: training, as a number of forward passes with the same operations.
     """
     context = prompt + longest / (1 + longest / mean)  # attended by a mean token
     per_token = (
@@ -347,39 +372,52 @@ def sampling(
     mean: float,
     longest: int,
 ) -> float:
-    """Seconds in which replicas of tp GPUs answer `count` prompts, each of them
-    `at_once` at a time.
+    """Return the seconds in which responses are sampled.
+
+    Args:
+        shape: of the model.
+        gpu: speed of each GPU.
+        tp: GPUs of a replica, the tensor-parallel size.
+        count: responses, of all replicas together.
+        replicas: copies of the model that sample.
+        at_once: responses that run on a replica at a time, at most.
+        prompt: tokens of a mean prompt.
+        mean: tokens of a mean response.
+        longest: tokens of a response, at most.
     """
     moe = EXPERTS if shape.experts else 1.0
-    flops, bandwidth = (
-        tp * gpu.tflops * 1e12 * DECODE * moe,
-        tp * gpu.bandwidth * 1e12 * READ * moe,
-    )
+    flops = tp * gpu.tflops * 1e12 * DECODE * moe  # operations a second
+    bandwidth = tp * gpu.bandwidth * 1e12 * READ * moe  # bytes a second
     latency = LATENCY[0] + (LATENCY[1] * 2 * shape.layers if tp > 1 else 0)
+    # bytes of a token's keys and values, 2 each
     kv = 4 * shape.layers * shape.kv_heads * shape.head_dim
 
     def step(running: float, cached: float) -> float:
-        """One token for each running response."""
+        """Return the seconds in which each of `running` responses gets one token, with
+        `cached` tokens of each in the cache.
+        """
         read = 2 * shape.read(running) + running * cached * kv
         return max(read / bandwidth, running * 2 * shape.active / flops) + latency
 
     full = min(count / replicas, at_once)
-    body = max(count / replicas - full, 0) * mean / full * step(full, prompt + mean / 2)
-    a, parts = (
-        max(longest / mean - 1, 1e-6),
-        64,
-    )  # the last `full` responses, of which (1 - x)^a are left at x * longest
-    # to the end: in every step some response reaches the limit
+    # while responses wait, `full` of them run: on average each is half done
+    waiting = max(count / replicas - full, 0)
+    body = waiting * mean / full * step(full, prompt + mean / 2)
+    # of the last `full` responses (1 - x)^a are left at x * longest; at least one runs to
+    # the end, because in every step some response reaches the limit
+    a = max(longest / mean - 1, 1e-6)
+    parts = 64  # of the integral over x
     at = [(i + 0.5) / parts for i in range(parts)]
-    drain = (
-        sum(step(max(full * (1 - x) ** a, 1), prompt + x * longest) for x in at)
-        * longest
-        / parts
-    )
-    return body + drain + count / replicas * prompt * 2 * shape.active / flops
+    seconds = [step(max(full * (1 - x) ** a, 1), prompt + x * longest) for x in at]
+    drain = sum(seconds) * longest / parts
+    prefill = count / replicas * prompt * 2 * shape.active / flops
+    return body + drain + prefill
 
 
 def offloads(cfg: DictConfig, what: str) -> bool:
+    """Return whether the configuration offloads `what`, "param" or "optimizer", to the
+    CPU.
+    """
     actor = cfg.actor_rollout_ref.actor
     return bool((actor.get("megatron") or actor.fsdp_config).get(f"{what}_offload"))
 
@@ -395,7 +433,14 @@ def flash(cfg: DictConfig) -> bool:
 
 
 def memory(shape: Shape, cfg: DictConfig, gpus: int) -> tuple[float, float]:
-    """Bytes on a GPU: at most while it trains; and beside vLLM while it samples."""
+    """Return the bytes on a GPU: the most while it trains; and what stays beside vLLM
+    while it samples.
+
+    Args:
+        shape: of the model.
+        cfg: the configuration of the run.
+        gpus: of the whole run.
+    """
     actor = cfg.actor_rollout_ref.actor
     m = actor.get("megatron")
     tokens, hidden, layers = actor.ppo_max_token_len_per_gpu, shape.hidden, shape.layers
@@ -405,41 +450,31 @@ def memory(shape: Shape, cfg: DictConfig, gpus: int) -> tuple[float, float]:
     logits = tokens * shape.vocab * (6 if flash(cfg) else 16)
     if m:
         tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
-        ep, etp = (
-            m.expert_model_parallel_size,
-            m.expert_tensor_parallel_size or m.tensor_model_parallel_size,
-        )
-        mine, theirs = (
-            (shape.params - shape.expert_params) / (tp * pp),
-            shape.expert_params / (ep * etp * pp),
-        )
+        ep, etp = m.expert_model_parallel_size, m.expert_tensor_parallel_size or tp
+        # parameters on a GPU: those that all tokens pass through, and the experts'
+        mine = (shape.params - shape.expert_params) / (tp * pp)
+        theirs = shape.expert_params / (ep * etp * pp)
         weights, state = 2 * (mine + theirs), 6 * (mine + theirs)
         moments = 12 * (mine * tp * pp / gpus + theirs * ep * etp * pp / gpus)
-        full = (m.get("override_transformer_config") or {}).get(
-            "recompute_granularity"
-        ) == "full"
+        transformer = m.get("override_transformer_config") or {}
+        full = transformer.get("recompute_granularity") == "full"
+        # activations of all layers: their inputs alone if each is computed again
         kept = (tokens * hidden * 2 if full else anew) * layers / (tp * pp)
         logits, anew = logits / tp, anew / tp
     else:
-        weights, state, moments = (
-            shape.params * 4 / gpus,
-            shape.params * 8 / gpus,
-            shape.params * 8 / gpus,
-        )
-        kept = (
-            tokens * hidden * 2
-            if cfg.actor_rollout_ref.model.enable_gradient_checkpointing
-            else anew
-        ) * layers
+        weights = shape.params * 4 / gpus  # float32
+        state = shape.params * 8 / gpus  # weights and gradients
+        moments = shape.params * 8 / gpus  # Adam's two
+        # activations of all layers: their inputs alone if each is computed again
+        again = cfg.actor_rollout_ref.model.enable_gradient_checkpointing
+        kept = (tokens * hidden * 2 if again else anew) * layers
         words = shape.vocab * hidden
         # FSDP's bf16 copies: the head and two layers
         kept += 2 * words + 2 * 2 * (shape.params - words) / layers
         # the mask that keeps packed answers apart
         kept += 0 if flash(cfg) else 2 * tokens**2
-    forward = (
-        state + kept + anew + logits + (0 if offloads(cfg, "optimizer") else moments)
-    )
-    resident = (0 if offloads(cfg, "param") else weights) + (
-        0 if offloads(cfg, "optimizer") else moments
-    )
-    return max(forward, state + moments) + CONTEXT, resident + CONTEXT
+    moments_here = 0 if offloads(cfg, "optimizer") else moments
+    weights_here = 0 if offloads(cfg, "param") else weights
+    forward = state + kept + anew + logits + moments_here
+    optimizer_step = state + moments
+    return max(forward, optimizer_step) + CONTEXT, weights_here + moments_here + CONTEXT

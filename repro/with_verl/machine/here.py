@@ -66,8 +66,8 @@ class Machine:
 
 
 def look(where: Path = ROOT) -> Machine:
-    """GPUs by the driver (nvidia-smi), so that torch is not imported; packages by their
-    metadata.
+    """Return what this machine has: GPUs by nvidia-smi, so that torch is not imported;
+    packages by their metadata; the free disk of the file system that `where` is on.
     """
     m = Machine(versions={p: version_of(p) for p in PACKAGES})
     where = next(p for p in [where, *where.parents] if p.exists())
@@ -119,8 +119,8 @@ def newest_cuda() -> int:
 
 
 def old_driver(m: Machine, toolkit: str) -> Iterator[str]:
-    """Refuse a driver that cannot run this CUDA, which itself says so only when a
-    worker starts.
+    """Yield a sentence if the driver cannot run this CUDA. CUDA itself says so only
+    when a worker starts.
 
     Args:
         m: the machine.
@@ -141,8 +141,8 @@ def old_driver(m: Machine, toolkit: str) -> Iterator[str]:
 
 
 def ray_nodes() -> int:
-    """Machines with GPUs of the Ray cluster that a driver would join; 0 where none
-    runs, and none is started.
+    """Return how many machines with GPUs the Ray cluster has that a driver would join;
+    0 where none runs or answers within two minutes. None is started.
     """
     address = os.environ.get("RAY_ADDRESS") or ("auto" if CLUSTER.exists() else "")
     if not address:
@@ -170,6 +170,7 @@ def ray_nodes() -> int:
 
 
 def version_of(package: str) -> str | None:
+    """Return the version of an installed package, None where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -98,7 +98,8 @@ def needs(scale: str) -> Needs:
 
 
 def parts(scale: str) -> list[str]:
-    """Return what `repro/venv.sh` installs for a scale with this Python.
+    """Return what `repro/venv.sh` installs for a scale with this Python. Print a note
+    if flash-attn is left out, on stderr.
 
     Raises:
         InputError: the scale needs flash-attn, and its wheel is for another Python.
@@ -125,8 +126,16 @@ def parts(scale: str) -> list[str]:
 
 
 def check_gpus(scale: str, m: Machine, changed: bool) -> None:
-    """Refuse what these GPUs cannot carry; only say it where settings are changed,
-    which may make it fit.
+    """Refuse a scale that these GPUs cannot run.
+
+    Args:
+        scale: its name.
+        m: the machine.
+        changed: whether the user changes settings, which may make the scale fit: then a
+            note on stderr takes the place of the error, unless there is no GPU.
+
+    Raises:
+        InputError: there is no GPU, or too few or too small ones.
     """
     needed = needs(scale)
     want = f"{scale} needs {needed}"
@@ -153,7 +162,8 @@ def check_gpus(scale: str, m: Machine, changed: bool) -> None:
 
 
 def check_words(words: list[str]) -> None:
-    """Say of overrides what needs no configuration of verl's to be known.
+    """Check overrides as far as verl's configuration is not needed. Print a note, on
+    stderr, if no checkpoint is saved.
 
     Raises:
         InputError: an override asks for what no scale has.
@@ -212,14 +222,18 @@ def choose(objective: str, scale: str, words: list[str], m: Machine) -> str:
 
 
 def pinned_cuda(name: str) -> str:
-    """Return the version of CUDA that a list of requirements pins."""
+    """Return the version of CUDA that a list of requirements pins, "" where it pins
+    none.
+    """
     text = (ROOT / f"repro/requirements/{name}.txt").read_text(encoding="utf-8")
     found = re.search(r"^cuda-toolkit(?:\[.*?\])?==(\S+)", text, re.M)
     return found[1] if found else ""
 
 
 def main(argv: list[str]) -> int:
-    """Print the choice; the exit status."""
+    """Print what `choose` returns; return 0. Where it refuses, print why on stderr and
+    return 2.
+    """
     try:
         print(choose(argv[0], argv[1], argv[2:], look()))
         return 0

@@ -53,7 +53,9 @@ class Start:
 
     @cached_property
     def estimate(self) -> Estimate:
-        """Memory and hours on this machine's GPUs."""
+        """Return the estimate of memory and hours on this machine's GPUs, which is made
+        once.
+        """
         m = self.machine
         return price(self.cfg, gpu_of(m.gpu_name), m.gpu_bytes)
 
@@ -63,7 +65,7 @@ class Start:
 
 
 def gpus(s: Start) -> Iterator[str]:
-    """This machine has as many GPUs as the scale needs of each."""
+    """Yield a sentence if this machine has fewer GPUs than the scale needs of each."""
     want, nodes, m = s.cfg.trainer.n_gpus_per_node, s.cfg.trainer.nnodes, s.machine
     if not m.gpus:
         yield f"no GPU is visible here, and {s.scale} needs {nodes} x {want}: take the scale mini or smoke."
@@ -75,7 +77,7 @@ def gpus(s: Start) -> Iterator[str]:
 
 
 def machines(s: Start) -> Iterator[str]:
-    """The Ray cluster has as many machines as the scale needs."""
+    """Yield a sentence if the Ray cluster has fewer machines than the scale needs."""
     want, have = s.cfg.trainer.nnodes, s.machine.nodes
     if want > have:
         yield (
@@ -86,7 +88,9 @@ def machines(s: Start) -> Iterator[str]:
 
 
 def packages(s: Start) -> Iterator[str]:
-    """verl's trainer, and what the scale needs beside it, is installed."""
+    """Yield a sentence if verl or transformers has another version than is needed, and
+    for each group of packages that are not installed.
+    """
     have = s.machine.versions
     if (found := have.get("verl")) != VERL:
         yield f"verl {VERL} is needed, and {found or 'none'} is installed: {GET_VERL} into this environment."
@@ -113,12 +117,14 @@ def packages(s: Start) -> Iterator[str]:
 
 
 def driver(s: Start) -> Iterator[str]:
-    """The driver runs the CUDA of this environment."""
+    """Yield a sentence if the driver cannot run the CUDA of this environment."""
     return here.old_driver(s.machine, s.machine.versions.get("cuda-toolkit") or "")
 
 
 def model(s: Start) -> Iterator[str]:
-    """The model's files are on this machine: in a directory, or in the hub's cache."""
+    """Yield a sentence if the model's files are not on this machine, in a directory or
+    in the hub's cache.
+    """
     path = s.cfg.actor_rollout_ref.model.path
     found = local(path)
     if found is None:
@@ -128,7 +134,7 @@ def model(s: Start) -> Iterator[str]:
 
 
 def data(s: Start) -> Iterator[str]:
-    """Each data file is there, in verl's format."""
+    """Yield a sentence for each data file that is not there or not in verl's format."""
     from repro.with_verl.data.schema import check_file
 
     for files in (s.cfg.data.train_files, s.cfg.data.val_files):
@@ -146,13 +152,15 @@ def data(s: Start) -> Iterator[str]:
 
 
 def memory_of_gpu(s: Start) -> Iterator[str]:
-    """Training and sampling fit a GPU, by the estimate."""
+    """Yield a sentence if training or sampling does not fit a GPU, by the estimate."""
     if s.estimate.problem:
         yield s.estimate.problem
 
 
 def memory_of_host(s: Start) -> Iterator[str]:
-    """What is offloaded fits the machine's memory."""
+    """Yield a sentence if what is offloaded does not fit the machine's memory, beside
+    20 GB, and 4 GB for each GPU.
+    """
     have, trainer = s.machine.memory, s.cfg.trainer
     shares = offloads(s.cfg, "param") / 3 + offloads(s.cfg, "optimizer") * 2 / 3
     held = s.estimate.checkpoint * shares / trainer.nnodes
@@ -165,13 +173,13 @@ def memory_of_host(s: Start) -> Iterator[str]:
 
 
 def shared_memory(s: Start) -> Iterator[str]:
-    """NCCL's buffers fit /dev/shm."""
+    """Yield a sentence if /dev/shm is too small for NCCL's buffers."""
     if (have := s.machine.shared) < 1 * GB:
         yield f"/dev/shm has {have / GB:.2f} GB, too little for NCCL: start the container with --shm-size=16g."
 
 
 def cores(s: Start) -> Iterator[str]:
-    """Ray has the cores that verl requests."""
+    """Yield a sentence if the machine has fewer cores than verl requests of Ray."""
     have, need = s.machine.cores, 3 * s.cfg.trainer.n_gpus_per_node
     if have < need:
         yield (
@@ -181,7 +189,9 @@ def cores(s: Start) -> Iterator[str]:
 
 
 def disk(s: Start) -> Iterator[str]:
-    """The checkpoints that are kept, and the next one, fit the disk."""
+    """Yield a sentence if the disk has no room for the checkpoints that are kept and
+    the next one.
+    """
     trainer, have = s.cfg.trainer, s.machine.free_disk
     kept = (trainer.max_actor_ckpt_to_keep or 5) + 1
     need = s.estimate.checkpoint * kept if trainer.save_freq > 0 else 1 * GB
@@ -209,7 +219,7 @@ CHECKS = (
 
 
 def check(s: Start) -> None:
-    """Run all checks. Raises InputError with the first sentence."""
+    """Run all checks. Raise InputError with the first sentence."""
     for one in CHECKS:
         refuse(one(s))
 
@@ -220,8 +230,9 @@ def missing(s: Start) -> list[str]:
 
 
 def use_local_files(s: Start) -> None:
-    """Have verl read the model that was found, and ask no hub: a node without a network
-    would wait for time-outs.
+    """Have verl read the model that was found and not ask the hub, where a node without
+    a network would wait for time-outs. Print the folder; the overrides and the
+    environment of the run are changed.
     """
     path = s.cfg.actor_rollout_ref.model.path
     found = str(local(path))
@@ -235,8 +246,8 @@ def use_local_files(s: Start) -> None:
 
 
 def choose_sampler(s: Start) -> None:
-    """Without flashinfer, have vLLM sample by itself: its sampler of Qwen3 and Llama
-    imports flashinfer otherwise, and dies a minute after the start.
+    """Have vLLM sample by itself where flashinfer is not installed: its sampler of
+    Qwen3 and Llama would import flashinfer, and fail a minute after the start.
 
     Raises:
         InputError: the user asks for flashinfer's sampler, and it is not installed.
@@ -254,7 +265,9 @@ def choose_sampler(s: Start) -> None:
 
 
 def _set_everywhere(run: Run, name: str, value: str, why: str) -> None:
-    """Set a variable of the environment of every process of a run."""
+    """Set an environment variable for every process of a run, by its `env` and by an
+    override for Ray's workers.
+    """
     run.env[name] = value
     key = f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}"
     run.overrides.append(f'{key}="{value}"')

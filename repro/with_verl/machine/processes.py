@@ -43,7 +43,9 @@ for name in asked["modules"]:
 
 
 def modules(cfg: DictConfig) -> list[str]:
-    """Return what driver and workers of this run import, heaviest last."""
+    """Return the modules that driver and workers of this run import; those that take
+    longest come last.
+    """
     engine = ["verl.workers.engine.fsdp.transformer_impl"]
     if cfg.actor_rollout_ref.actor.get("megatron"):
         engine = ["megatron.bridge", "verl.workers.engine.megatron.transformer_impl"]
@@ -103,8 +105,18 @@ def check_imports(run: Run, cfg: DictConfig) -> None:
 
 
 def check_cluster(run: Run, loss: str) -> int:
-    """Return how many machines the Ray cluster has, 1 where none runs; each must find
-    the plug-in and the run's folder.
+    """Join the Ray cluster, and check that each of its machines finds the plug-in and
+    the run's folder.
+
+    Args:
+        run: the run, whose environment the machines get.
+        loss: name of the policy loss that must be registered there.
+
+    Returns:
+        How many machines the cluster has; 1 where none runs.
+
+    Raises:
+        InputError: a machine cannot import verl, has no such loss, or not the folder.
     """
     import ray
 
@@ -119,6 +131,7 @@ def check_cluster(run: Run, loss: str) -> int:
 
     @ray.remote(num_cpus=0)
     def finds(path: str) -> tuple[bool, bool]:
+        """Return whether this machine has the loss, and whether it has the file."""
         from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
         return loss in POLICY_LOSS_REGISTRY, os.path.exists(path)

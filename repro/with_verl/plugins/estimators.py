@@ -14,6 +14,9 @@ from upref import advantages
 
 
 def _per_response(adv: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the advantages [B] on each trained token [B, T], 0 elsewhere; twice,
+    because verl takes advantages and returns.
+    """
     out = adv[:, None] * response_mask
     return out, out
 
@@ -23,8 +26,8 @@ def _per_response(adv: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
 def signed(
     token_level_rewards: Tensor, response_mask: Tensor, config=None, **_
 ) -> tuple[Tensor, Tensor]:
-    """A_i = +1 where the summed reward is positive, -1 elsewhere: a penalty for length
-    must not make a third value.
+    """Return A_i = +1 for each response whose summed reward is positive, -1 for the
+    others. A penalty for length changes the reward, and must not make a third value.
     """
     rewards = token_level_rewards.sum(-1)
     return _per_response(
@@ -37,5 +40,5 @@ def signed(
 def reward(
     token_level_rewards: Tensor, response_mask: Tensor, config=None, **_
 ) -> tuple[Tensor, Tensor]:
-    """A_i = R_i, the summed reward."""
+    """Return A_i = R_i, the summed reward of each response."""
     return _per_response(advantages.reward(token_level_rewards.sum(-1)), response_mask)

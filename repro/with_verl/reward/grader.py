@@ -16,17 +16,23 @@ from repro.with_verl.reward.reading import pairs
 
 
 def expressions(answer: str):
+    """Parse an answer as LaTeX mathematics; return the expressions that math-verify
+    finds in it.
+    """
     return parse(f"${answer.strip().strip('$')}$", parsing_timeout=None)
 
 
 def equal(truth: str, pred: str) -> bool:
-    """Tell whether two answers are equal; False where math-verify fails on them."""
+    """Tell whether two answers are equal; False where math-verify raises an error on
+    them.
+    """
     try:
         asked = pairs(truth, pred)
         if isinstance(asked, bool):
             return asked
 
         def same(a, b):
+            """Tell whether math-verify finds two answers equal."""
             return bool(verify(expressions(a), expressions(b), timeout_seconds=None))
 
         return any(same(a, b) for a, b in asked)

@@ -33,8 +33,13 @@ SIGNS = {
 
 
 def plain(answer: str) -> str:
-    """Without dollars and layout; 1.8e7 as 1.8 x 10^7, 3 1/2 as 7/2, x != 2 as its two
-    intervals.
+    """Rewrite an answer in LaTeX that math-verify reads correctly.
+
+    Dollars and layout are removed, signs become LaTeX, and commas between thousands go;
+    1.8e7 becomes 1.8 x 10^7, 3 1/2 becomes 7/2, and x != 2 its two intervals.
+
+    Args:
+        answer: as the model or the data set has it.
     """
     text = answer.strip().strip("$").strip()
     for sign, tex in SIGNS.items():
@@ -55,8 +60,16 @@ def plain(answer: str) -> str:
 
 
 def pairs(truth: str, pred: str) -> bool | list[tuple[str, str]]:
-    """True or False where math-verify is not to be asked; else what to ask it, of which
-    one equal pair is enough.
+    """Decide how two answers are compared.
+
+    Args:
+        truth: the right answer.
+        pred: the model's.
+
+    Returns:
+        True or False where that is clear by itself, for choices such as (B) and for
+        numbers in a base; else the pairs that math-verify is to compare, of which one
+        equal pair is enough.
     """
     a, b = plain(truth), plain(pred)
     if (letters_a := letters(a)) and (letters_b := letters(b)):
@@ -74,13 +87,13 @@ def pairs(truth: str, pred: str) -> bool | list[tuple[str, str]]:
         assert m
         return [(other, m[1]), (other, f"({m[1]})/100")]
     if bool(INEQUALITY.search(a)) != bool(INEQUALITY.search(b)):
-        return [(a, b), (b, a)]
+        return [(a, b), (b, a)]  # math-verify compares them in one order only
     return [(a, b)]
 
 
 def letters(text: str) -> frozenset[str] | None:
-    """Return which of A to J were chosen, where that is the answer: "A, C", "AC",
-    "(B)", "{A, C}", "A and C".
+    """Return which of the choices A to J an answer is, such as "A, C", "AC", "(B)" or
+    "A and C". Return None for any other answer, and where a letter comes twice.
     """
     text = WORDS.sub(r"\1", text)
     text = re.sub(r"\\[{}]|[(){}.,;$\s]|\band\b|\bor\b|\\ ", " ", text)

@@ -47,10 +47,21 @@ THOUGHT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info=None, **_
 ) -> dict:
-    """{score, acc, pred} of one response. Never raises on what a model can write.
+    """Score one response; a response cannot make it raise an error.
 
-    InputError on a protocol that does not exist, which is an error of the data and not
-    of the model.
+    Args:
+        data_source: name of the data set, for messages.
+        solution_str: the response.
+        ground_truth: the right answer.
+        extra_info: has the `protocol`; without it the protocol is boxed.
+
+    Returns:
+        score, as the protocol has it; acc, 1.0 or 0.0; and pred, the answer as read,
+        NONE where there is none.
+
+    Raises:
+        InputError: there is no such protocol, which is an error of the data; or verl or
+            math-verify cannot be imported.
     """
     protocol = (extra_info or {}).get("protocol", "boxed")
     if protocol not in PROTOCOLS:
@@ -77,8 +88,8 @@ def compute_score(
 
 @functools.cache
 def math_dapo() -> ModuleType:
-    """verl's file, without the seconds that `import verl` takes. InputError where verl
-    is not installed.
+    """Return verl's module math_dapo, loaded from its file once: `import verl` takes
+    seconds. Raise InputError where verl is not installed.
     """
     verl = importlib.util.find_spec("verl")
     if verl is None or verl.origin is None:
@@ -94,7 +105,9 @@ def math_dapo() -> ModuleType:
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last \\boxed{...} whose braces close."""
+    r"""Return the content of the last \boxed{...} whose braces close within LONGEST
+    characters, None where there is none.
+    """
     at = text.rfind("\\boxed{")
     while at >= 0:
         depth, start = 0, at + len("\\boxed")
@@ -107,8 +120,9 @@ def last_boxed(text: str) -> str | None:
 
 
 def tidy(answer: str) -> str:
-    """One spelling for what majority voting counts together: no dollars, blanks, stop;
-    1000 for 1,000; 42 for 042.
+    """Return an answer in one spelling, so that majority voting counts equal ones
+    together: no dollars, blanks or final stop, 1000 for 1,000 and 42 for 042, at most
+    LONGEST characters; NONE where nothing is left.
     """
     answer = re.sub(
         r"\s+",
@@ -124,7 +138,9 @@ def tidy(answer: str) -> str:
 
 
 def equal(pred: str, truth: str, seconds: float = SECONDS) -> bool:
-    """Equal as text, or by math-verify within the time limit."""
+    """Tell whether two answers are equal, as text in one spelling or by math-verify
+    within `seconds`. A blank or very long prediction is wrong.
+    """
     if len(pred) > LONGEST or not pred.strip():
         return False
     return tidy(pred) == tidy(truth) or _GRADER.ask(truth, pred, seconds)
@@ -138,7 +154,7 @@ class Grader:
     def __init__(
         self, command: list[str] | None = None, start_seconds: float = START_SECONDS
     ):
-        """Start no process yet; it ends with this one."""
+        """Start no process yet. Whatever is started later ends with this process."""
         self.start_seconds = start_seconds
         self.command = command or [
             sys.executable,
@@ -151,8 +167,8 @@ class Grader:
         atexit.register(self.close)
 
     def ask(self, truth: str, pred: str, seconds: float) -> bool:
-        """Tell whether two answers are equal; False if that takes too long or the
-        process dies.
+        """Tell whether two answers are equal; False if that takes longer than `seconds`
+        or the process dies. It is then started again for the next question.
         """
         with self.lock:
             try:
@@ -173,6 +189,9 @@ class Grader:
                 return False
 
     def _ask(self, question: bytes, deadline: float) -> bool:
+        """Write a question to the process and return its answer. False, and an end of
+        the process, if it does not answer before the deadline.
+        """
         self._pipes()[0].write(question)
         line = self._line(deadline)
         if line is None:
@@ -181,8 +200,8 @@ class Grader:
         return bool(json.loads(line))
 
     def _line(self, deadline: float) -> bytes | None:
-        """Return what it wrote up to the end of a line, which may come in pieces; None
-        if it is late or dead.
+        """Return what the process wrote up to the end of a line, which may come in
+        pieces; None if it is late or dead.
         """
         line, out = b"", self._pipes()[1]
         while not line.endswith(b"\n"):
@@ -196,6 +215,7 @@ class Grader:
         return line
 
     def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
+        """Return the standard input and output of the process, which must be running."""
         assert self.process and self.process.stdin and self.process.stdout
         return self.process.stdin, self.process.stdout
 
@@ -233,6 +253,9 @@ class Grader:
                 self._start()
 
     def close(self) -> None:
+        """Kill the process if there is one and this process started it; a fork leaves
+        it alone.
+        """
         process, self.process = self.process, None
         if process is not None and self.pid == os.getpid():
             process.kill()

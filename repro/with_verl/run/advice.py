@@ -13,13 +13,21 @@ CURES: list[tuple[str, str]] = [(row["says"], row["do"]) for row in _TABLES["cur
 
 
 def plain(text: str) -> list[str]:
-    """Without Ray's colours, actors and processes."""
+    """Return the lines of an output without Ray's colors and the names of its actors
+    and processes.
+    """
     prefix = re.compile(r"\x1b\[\d+m|\(\w+ pid=[^)]*\)\s*")
     return [prefix.sub("", x).strip() for x in text.splitlines()]
 
 
 def cure(output: Path, folder: Path) -> str:
-    """One clause for the last line of the log."""
+    """Return a clause that says what to do about the first known error, by the order of
+    CURES, that an output has; or that it names none.
+
+    Args:
+        output: the file; its last TAIL characters are searched. It need not exist.
+        folder: of the run, for the clause.
+    """
     text = (
         output.read_text(encoding="utf-8", errors="replace")[-TAIL:]
         if output.exists()

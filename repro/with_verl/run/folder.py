@@ -19,7 +19,10 @@ LONGER = ("trainer.total_training_steps", "trainer.total_epochs")
 
 
 def check(folder: Path, overrides: list[str]) -> None:
-    """InputError where this folder holds a run that was asked for something else."""
+    """Raise InputError if this folder holds a run that was asked for something else.
+    Another number of steps is no difference, and an absent overrides.json is none
+    either.
+    """
     try:
         saved = json.loads((folder / "overrides.json").read_text(encoding="utf-8"))
         before = asked([row["override"] for row in saved["overrides"]])
@@ -40,7 +43,9 @@ def check(folder: Path, overrides: list[str]) -> None:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """InputError where another launch has the folder; the lock goes with this process."""
+    """Hold a lock on a folder, which is made if it is absent. Raise InputError if
+    another process holds it. The lock ends with this process.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "a+", encoding="utf-8") as f:
         try:

@@ -182,7 +182,10 @@ def _run(
 
 
 def seeds_of(text: str | None, overrides: list[str]) -> list[list[str]]:
-    """For each run of a sweep, what it is given."""
+    """Return, for each run of a sweep, the overrides that set its seed; one run without
+    any if there is no --seeds. Raise InputError if the seeds are no different whole
+    numbers, or the overrides set a seed or a name.
+    """
     if text is None:
         return [[]]
     seeds = text.split(",")
@@ -208,7 +211,23 @@ def train(
     shakedown: bool = False,
     seeds: int = 1,
 ) -> int:
-    """One run; its exit status. seeds: how many runs of the same cost are asked for."""
+    """Check a run, start it, and return its exit status.
+
+    Args:
+        run: the run; overrides, sources and notes are added to it.
+        dry_run: check and price alone.
+        again: the words of the command that goes on.
+        machine: what the run finds here; None: it looks.
+        gpu: the GPU that a dry run prices.
+        shakedown: whether answers are kept and a page about the run is printed.
+        seeds: how many runs of the same cost the estimate speaks of.
+
+    Returns:
+        The exit status that the head of this file lists.
+
+    Raises:
+        InputError: the run cannot start.
+    """
     try:
         # hydra does not say which package is missing
         importlib.import_module("verl.trainer.config")
@@ -287,8 +306,9 @@ def flash_there(machine: Machine | None, dry_run: bool) -> bool:
 
 
 def check_step(cfg: Any) -> bool:
-    """Return whether one optimizer step of a two-layer twin of this run, on this CPU,
-    has the objective's gradient.
+    """Compare one optimizer step of a two-layer twin of this run, on this CPU, with the
+    objective's gradient, and print the outcome. Return False if they differ; True if
+    they agree or the twin cannot be run.
     """
     from omegaconf import OmegaConf
 
@@ -335,7 +355,7 @@ def hyperparameters_in_force(cfg: Any) -> str:
 
 
 def tell(e: Estimate, seeds: int) -> None:
-    """What the run costs, and what all seeds cost."""
+    """Print what the run costs, and what all seeds cost."""
     print(f"estimate: {e}")
     if seeds > 1:
         print(
@@ -344,13 +364,17 @@ def tell(e: Estimate, seeds: int) -> None:
 
 
 def keep_answers(run: Run) -> None:
-    """Have verl write the sampled answers, for the page of a shakedown."""
+    """Have verl write the sampled answers to the folder of the run, for the page of a
+    shakedown.
+    """
     run.overrides.append(f"trainer.rollout_data_dir={run.directory / 'answers'}")
     run.sources["trainer.rollout_data_dir"] = "ours: the shakedown shows answers"
 
 
 def told(run: Run, status: int, shakedown: bool) -> int:
-    """Prints the page of a shakedown; the exit status."""
+    """Write and print the page of a shakedown, if this is one and a step was logged;
+    return the status as it is.
+    """
     from repro.with_verl import health
     from repro.with_verl.run import records
 
@@ -374,7 +398,9 @@ def train_on_cpu(
     again: list[str],
     shakedown: bool,
 ) -> int:
-    """One run of the scale `cpu`, a GPU run's path with a toy model; its status."""
+    """Run the scale `cpu`, the path of a GPU run with a toy model, and return the exit
+    status; in a dry run print and save the overrides alone.
+    """
     # it starts runs by this folder's parts
     scale = importlib.import_module("repro.with_verl.cpu.scale")
     run, total = scale.compose(objective, overrides, os.environ.get("RAY_ADDRESS", ""))
@@ -395,7 +421,7 @@ def train_on_cpu(
 
 
 def show(run: Run) -> None:
-    """Prints what verl is given and why."""
+    """Print what verl is given and why, then the notes."""
     print(f"{run.objective}, {run.scale.name}: {run.scale.about}")
     for line in run.overrides:
         print(f"  {line}    # {run.source(line)}")
@@ -404,7 +430,9 @@ def show(run: Run) -> None:
 
 
 def dry(run: Run, missing: list[str]) -> int:
-    """The file of a dry run lies elsewhere than that of a real one."""
+    """Save a run's overrides under runs/dry-run, print what is missing here and what
+    was checked, and return exit status 0.
+    """
     from repro.with_verl.run.saved import save
 
     print(f"saved: {save(run, RUNS / 'dry-run' / run.name)}")

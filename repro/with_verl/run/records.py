@@ -19,12 +19,16 @@ STEP = "training/global_step"
 
 
 def new_part(folder: Path) -> Path:
-    """Return where the next start is to log; later ones sort behind it."""
+    """Return the path of the file that the next start logs to. Its name has the time,
+    so that later ones sort behind it.
+    """
     return folder / f"steps-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
 
 
 def read(file: Path) -> list[dict]:
-    """Return all whole lines; one half written is left for later."""
+    """Return the rows of a file of JSON lines; a line that is not complete yet is left
+    out. Return [] if there is no file.
+    """
     if not file.exists():
         return []
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -32,7 +36,9 @@ def read(file: Path) -> list[dict]:
 
 
 def merged(folder: Path) -> list[dict]:
-    """Return all rows of all starts, by step; a later start replaces what it did again."""
+    """Return all rows of all starts, by step. Where a later start logged a step again,
+    its metrics replace the earlier ones.
+    """
     parts = sorted(folder.glob("steps-*.jsonl")) or [folder / "steps.jsonl"]
     rows: dict[int, dict] = {}
     for part in parts:
@@ -44,11 +50,16 @@ def merged(folder: Path) -> list[dict]:
 
 
 def training(rows: list[dict]) -> list[dict]:
+    """Return the rows that have a training step; a validation before training logs a
+    row too.
+    """
     return [r for r in rows if STEP in r["data"]]
 
 
 def collect(folder: Path) -> Path:
-    """Write steps.jsonl anew, whole or not at all."""
+    """Write steps.jsonl anew from the files of all starts, whole or not at all, and
+    return its path.
+    """
     path = folder / "steps.jsonl"
     write_atomically(path, "".join(json.dumps(r) + "\n" for r in merged(folder)))
     return path

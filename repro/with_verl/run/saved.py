@@ -12,8 +12,8 @@ from upref.files import write_atomically
 
 
 def checkpoints(folder: Path) -> Path:
-    """Return where a run keeps its checkpoints: the last trainer.default_local_dir that
-    it was given.
+    """Return where a run keeps its checkpoints: the last trainer.default_local_dir of
+    its overrides.json, else `checkpoints` in its folder.
     """
     key = "trainer.default_local_dir="
     try:

@@ -26,8 +26,12 @@ LOG_TO = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH"
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds without a word before the first step, seconds without a step later;
-    `idle`: end a run that only waits.
+    """How long a run may do nothing before it is ended.
+
+    Attributes:
+        first: seconds without output, before the first step.
+        stall: seconds without a step, later.
+        idle: whether a run that waits without using the CPU is ended sooner.
     """
 
     first: float = 7200
@@ -36,7 +40,9 @@ class Patience:
 
     @classmethod
     def of(cls, e: Estimate) -> "Patience":
-        """Five times what the estimate allows for, and two hours at least."""
+        """Return patience of five times the longest step by the estimate, and at least
+        two hours.
+        """
         step = e.step_seconds + e.validation_seconds + e.checkpoint_seconds
         return cls(first=max(7200, 5 * step), stall=max(7200, 5 * step))
 
@@ -58,13 +64,22 @@ def start(
     patience: Patience | None = None,
     **facts: Any,
 ) -> int:
-    """Train until `total` steps are logged; the exit status.
+    """Train a run until `total` steps are logged; save its settings, follow it, and log
+    its last line.
 
-    0: it finished. 143, 130: it was asked to end. 75: it died after it saved a
-    checkpoint. Other: it died.
+    Args:
+        run: the run.
+        total: steps; None: as many as verl trains.
+        again: the command that goes on, for the last line.
+        patience: None: the defaults.
+        **facts: written to overrides.json too.
 
-    again: the command that goes on. facts: to write beside the overrides. InputError
-    where the folder is another's.
+    Returns:
+        0: it finished. 143 or 130: it was asked to end. 75: it died after it saved a
+            new checkpoint. Any other status: it died.
+
+    Raises:
+        InputError: the folder is another run's, or another process trains in it.
     """
     patience = patience or Patience()
     with folder.alone(run.directory):
@@ -84,9 +99,13 @@ def start(
         told: list[float] = []
 
         def tell(row: dict) -> None:
+            """Write steps.jsonl anew and print the step. At the second one print what
+            the rest of the run takes.
+            """
             records.collect(run.directory)
             print(line_of_step(row, total), flush=True)
             told.append(row["data"].get("timing_s/step", 0.0))
+            # the first step of a start compiles and warms up
             if len(told) == 2 and total:
                 print(
                     predicted_again(
@@ -132,8 +151,8 @@ def start(
 
 
 def predicted_again(estimate: dict[str, Any], seconds: float, left: int) -> str:
-    """Return what is left of the run, from a measured step; the first two steps compile
-    and warm up, so take it as a bound.
+    """Return a line with what is left of the run, by a measured step, beside the
+    estimate where there is one. It is a bound: the first two steps compile and warm up.
     """
     hours = left * seconds / 3600
     line = f"  measured {seconds:,.0f} s a step: the {left} steps that are left take {hours:,.1f} hours"
@@ -148,7 +167,9 @@ def predicted_again(estimate: dict[str, Any], seconds: float, left: int) -> str:
 
 
 def joins(run: Run) -> bool:
-    """Return whether it is over several machines, or the user named a cluster."""
+    """Return whether a run joins a Ray cluster: it needs several machines, or the user
+    named a cluster in RAY_ADDRESS.
+    """
     nodes = [
         line.partition("=")[2]
         for line in run.overrides
@@ -173,7 +194,20 @@ def line_of_step(row: dict, total: int | None) -> str:
 def last_words(
     run: Run, total: int | None, status: int | None, ended: str, log: Path, again: str
 ) -> tuple[str, int]:
-    """Return the last line of the log, and the exit status."""
+    """Return the last line of the log, which says what to do next, and the exit status.
+
+    Args:
+        run: the run.
+        total: steps; None: as many as verl trains.
+        status: of verl's process; None: it was ended from here.
+        ended: why it was ended; "": it ended by itself.
+        log: verl's output, in which the cause is searched.
+        again: the command that goes on.
+
+    Returns:
+        The line; and 0 if all steps were trained, else `status`, or 1 where that is
+        None or 0.
+    """
     rows = records.training(records.merged(run.directory))
     done, kept = rows[-1]["step"] if rows else 0, checkpointed(run.directory)
     of = f"{done} of {total} steps" if total else f"{done} steps"
@@ -204,7 +238,9 @@ class Terminated(Exception):
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM becomes an exception, so that nothing which was started is left running."""
+    """Turn SIGTERM into the exception Terminated, so that the process can end what it
+    started. In a thread that is not the main one nothing changes.
+    """
     # there nobody may set a handler
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -221,4 +257,5 @@ def terminable() -> Iterator[None]:
 
 
 def command_line(argv: list[str]) -> str:
+    """Return the command that launches a run with these words, quoted for a shell."""
     return shlex.join(["python", "-m", "repro.with_verl.run.launch", *argv])

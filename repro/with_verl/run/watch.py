@@ -36,6 +36,8 @@ ACTOR = re.compile(r"^ray::(?!IDLE)[A-Z]\w+|^VLLM::\w+|(?<=/)(raylet|gcs_server)
 
 @dataclass
 class Outcome:
+    """How a command ended."""
+
     status: int | None  # of the process; None: it was ended from here
     why: str  # "" where it ended by itself
     seconds: float
@@ -55,6 +57,7 @@ class Family:
     """
 
     def __init__(self, pid: int):
+        """Follow the process of this id, which must be running."""
         self.root = psutil.Process(pid)
         self.seen: dict[psutil.Process, str] = {self.root: ""}
         self.dead: list[str] = []
@@ -63,8 +66,8 @@ class Family:
         self.worked = 0.0  # seconds of CPU so far
 
     def look(self):
-        """Find all processes of the family, add up their CPU seconds, and note actors
-        of Ray that are gone.
+        """Find all processes of the family, add their CPU seconds since the last look
+        to `worked`, and put actors that are gone into `dead`.
         """
         wanted = ["ppid", "cmdline", "status", "cpu_times"]
         everybody = [
@@ -92,6 +95,9 @@ class Family:
         self.used = used
 
     def end(self):
+        """End all processes of the family: ask them by SIGTERM, and kill after five
+        seconds those that are left.
+        """
         for send in (signal.SIGTERM, signal.SIGKILL):
             self.look()
             for p in self.seen:
@@ -101,12 +107,16 @@ class Family:
 
 
 def crowd() -> float:
-    """Return how many want each core, 1 at least; a run keeps about two busy itself."""
+    """Return how many processes want each core beyond the two that a run keeps busy; at
+    least 1.
+    """
     return max(1.0, (os.getloadavg()[0] - 2) / (os.cpu_count() or 1))
 
 
 def show(output: Path, after: int) -> int:
-    """Print what was written behind that many bytes; how many there are now."""
+    """Print what was written to a file behind byte `after`; return how many bytes it
+    has now.
+    """
     with output.open("rb") as f:
         f.seek(after)
         new = f.read()
@@ -129,16 +139,33 @@ def run(
     echo: bool = False,
     limit: float = math.inf,
 ) -> Outcome:
-    """Run it, its output behind what is in a file; `tell` is called with each step that
-    it logs, of `asked` ones.
+    """Run a command until it ends or has to be ended, by the rules in the head of this
+    file.
 
-    idle: end it where it waits without using the CPU, too. echo: print its output as it
-    comes. limit: end it after so many seconds.
+    Args:
+        command: the words.
+        log: the file of steps that the command writes.
+        output: its output is appended to this file.
+        env: environment variables, over those of this process.
+        asked: the number of the last step.
+        stall: seconds without a step after which it is ended.
+        first: seconds without output after which it is ended before its first step.
+        tell: called with each step that is logged.
+        idle: whether it is ended where it waits without using the CPU, too.
+        echo: whether its output is printed as it comes.
+        limit: seconds after which it is ended.
+
+    Returns:
+        How it ended. None of its processes is left.
     """
     start = last = time.monotonic()
-    told, why, longest, written = 0, "", 0.0, -1
-    # CPU seconds: in a second between steps, until the last, the first
-    pace, worked, at_first = 0.0, 0.0, (0.0, 0.0)
+    told = 0  # steps so far
+    why = ""  # it has to be ended
+    longest = 0.0  # seconds between two steps
+    written = -1  # bytes of output at the last look
+    pace = 0.0  # CPU seconds that it uses in a second between steps
+    worked = 0.0  # its CPU seconds up to the last step
+    at_first = (0.0, 0.0)  # time and CPU seconds at the first step
     shown = output.stat().st_size if output.exists() else 0
     with output.open("ab") as f:
         process = subprocess.Popen(
