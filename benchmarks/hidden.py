@@ -77,6 +77,7 @@ def liger_scaled():
     spec.loader.exec_module(module)
 
     def log_probs(h, W, tokens):
+        """Return -nll and the entropy of Liger's function."""
         nll, entropy = module.LigerFusedLinearScaledCrossEntropyFunction.apply(
             h, W, tokens, TAU, -100, 1, True
         )
@@ -114,6 +115,7 @@ def torch_linear_ce():
     options = torch.nn.LinearCrossEntropyOptions()
 
     def log_probs(h, W, tokens):
+        """Return minus torch's loss of each token, and no entropy."""
         loss = torch.nn.functional.linear_cross_entropy(
             h / TAU, W, tokens, reduction="none", options=options
         )

@@ -35,8 +35,9 @@ def closing_settings(a: Any, b: Any) -> list[str]:
 
 
 def _closing_name(mine: Any, other: Any) -> str:
-    """Return the name of the framework's loss with settings that make it the other
-    one; "" where none of those tried does.
+    """Return the name of the framework's loss with settings that make it the other one,
+    as few as possible; "" where those tried do not, or `mine` is no name of a loss of
+    verl or TRL.
     """
     framework, _, mode = mine.partition(":") if isinstance(mine, str) else ("", "", "")
     if framework not in ("verl", "trl"):
@@ -65,12 +66,16 @@ def _name(framework: str, mode: str, settings: list[str]) -> str:
 
 
 def _settings(framework: str, mode: str, box: BlackBox) -> list[str]:
-    """Return the settings of a framework's clipped loss that have the bounds and the
-    aggregation of a measured loss.
+    """Return settings of a framework's clipped loss that give it the bounds and the
+    aggregation of a measured loss. A loss_type of TRL is returned as a word without
+    `=`.
     """
-    high = next(iter(box.bounds(1.0)), FAR)
-    low, *rest = [*box.bounds(-1.0), FAR][:2] if box.bounds(-1.0) else [0.0, FAR]
-    c = rest[0]
+    # the ratios at which a token's weight jumps: eps_high's; eps_low's and the dual clip's
+    of_positive = box.bounds(1.0)
+    of_negative = box.bounds(-1.0)
+    high = of_positive[0] if of_positive else FAR
+    low = of_negative[0] if of_negative else 0.0
+    c = of_negative[1] if len(of_negative) > 1 else FAR
     if framework == "verl":
         numbers = {
             "clip_ratio_low": 1 - low,

@@ -52,11 +52,13 @@ def _audit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse_audit(args: argparse.Namespace) -> None:
+    """Raise InputError if --report names an entry that the ledger does not have."""
     if args.report:
         ledger.entry(args.framework, args.report)
 
 
 def _audit(args: argparse.Namespace) -> int:
+    """Print what `upref audit` is asked for; return its exit status."""
     from upref.cli.output import answer
 
     if args.ledger:
@@ -65,7 +67,9 @@ def _audit(args: argparse.Namespace) -> int:
 
 
 def _audited(args: argparse.Namespace) -> Result:
-    """What the options of `upref audit` ask for, --ledger apart."""
+    """Return the result that the options of `upref audit` ask for; --ledger, which runs
+    nothing, is not among them.
+    """
     from upref_frameworks import audits
     from upref_frameworks.audits import report
     from upref_frameworks.audits.kernels import kernels
@@ -87,6 +91,7 @@ def _audited(args: argparse.Namespace) -> Result:
 
 
 def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `upref recipe`."""
     parser.add_argument("name", metavar="NAME", help="the objective (`upref list`)")
     parser.add_argument(
         "--in", dest="framework", required=True, choices=names(), help="the framework"
@@ -95,10 +100,12 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse_recipe(args: argparse.Namespace) -> None:
+    """Raise InputError if there is no objective of this name."""
     catalog.require(args.name)
 
 
 def _recipe(args: argparse.Namespace) -> int:
+    """Print the recipe, as text or JSON; return exit status 0."""
     from upref_frameworks.audits.recipe import recipe
 
     found = recipe(args.name, args.framework, **hyperparameters(args.hp))
@@ -165,7 +172,9 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse_step(args: argparse.Namespace) -> None:
-    """Refuse options that do not go together, in one sentence."""
+    """Raise InputError for options of `upref step` that do not go together, or an
+    objective that is not registered.
+    """
     is_own_step = ":" in args.trainer
     if not is_own_step and args.trainer not in TRAINERS:
         raise InputError(
@@ -188,7 +197,7 @@ def _refuse_step(args: argparse.Namespace) -> None:
 
 
 def _step(args: argparse.Namespace) -> int:
-    """Do what `upref step` is asked for."""
+    """Check the steps of a trainer or a user's own step; return the exit status."""
     if ":" in args.trainer:
         from upref_frameworks.steps.own import command as check_own
 

@@ -65,7 +65,11 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Entry:
-    """A deviation: what the paper says, what the code does, and the evidence."""
+    """A deviation: what the paper says, what the code does, and the evidence.
+
+    The comments below say what a field holds whose name does not; `bib` is the key of the
+    paper in papers.bib, and `fix` what upstream could do.
+    """
 
     key: str
     framework: str
@@ -173,6 +177,7 @@ def read_tables(name: str) -> dict[str, Any]:
 
 
 def _tables(text: str) -> dict[str, Any]:
+    """Parse TOML. Raise InputError where it is none."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -204,27 +209,17 @@ def read(name: str = "", text: str | None = None) -> list[Entry]:
     prelude = shared.pop("prelude", "").strip()
     facts = _tables(FACTS.read_text(encoding="utf-8"))
     twice = shared.pop("twice", "").split()
+    entries: list[Entry] = []
     try:
-        given = [
-            shared | facts.get(t.pop("fact", ""), {}) | t
-            for t in tables.get("deviation", [])
-        ]
-        given = [
-            t | {"twice": t["key"].removeprefix(f"{name}-".replace("_", "-")) in twice}
-            for t in given
-        ]
-        given = [
-            t | dict(zip(("severity", "change"), t.pop("effect"), strict=True))
-            for t in given
-        ]
-        given = [
-            t | {"proof": _script(prelude, t["proof"].strip())} if t.get("proof") else t
-            for t in given
-        ]
-        entries = [
-            Entry(**t | {"evidence": [Evidence(**e) for e in t.get("evidence", [])]})
-            for t in given
-        ]
+        for table in tables.get("deviation", []):
+            fields = shared | facts.get(table.pop("fact", ""), {}) | table
+            short_key = fields["key"].removeprefix(f"{name}-".replace("_", "-"))
+            fields["twice"] = short_key in twice
+            fields["severity"], fields["change"] = fields.pop("effect")
+            if fields.get("proof"):
+                fields["proof"] = _script(prelude, fields["proof"].strip())
+            fields["evidence"] = [Evidence(**e) for e in fields.get("evidence", [])]
+            entries.append(Entry(**fields))
     except (AttributeError, KeyError, SyntaxError, TypeError, ValueError) as error:
         raise InputError(f"the ledger of {name} cannot be read: {error}") from error
     for e in entries:
@@ -263,8 +258,9 @@ def entry(name: str, key: str) -> Entry:
 
 @functools.cache
 def _script(prelude: str, proof: str) -> str:
-    """Return the proof after those statements of the prelude whose names it uses, by
-    itself or by such a statement.
+    """Return a script: the proof behind those statements of the prelude that it needs.
+    A statement is needed if the proof, or a later statement that is needed, uses a name
+    that it defines; or if it replaces an attribute of a module.
     """
     lines = prelude.splitlines()
     used = _names_in(ast.parse(proof))
@@ -333,7 +329,7 @@ def count_documented(entries: list[Entry]) -> int:
 
 
 def _many(n: int, one: str) -> str:
-    """Return `1 bug`, `2 bugs`."""
+    """Return a number with its noun, such as `1 bug` or `2 bugs`."""
     return f"{n} {one}" + ("" if n == 1 else "s")
 
 

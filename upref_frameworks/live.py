@@ -48,10 +48,8 @@ def live(
         x[rows] for x in (lp, lp_old, A, mask, entropy, engine)
     )
     if not len(mask):  # no token at all: one of A = 0, r = 1 stands for it
-        lp, lp_old, A, entropy, engine, mask = (
-            *((lp.new_zeros(1, 1),) * 5),
-            mask.new_ones(1, 1),
-        )
+        lp = lp_old = A = entropy = engine = lp.new_zeros(1, 1)
+        mask = mask.new_ones(1, 1)
     batch = Rollouts.unchecked(
         logp=lp, logp_old=lp_old, adv=A, mask=mask, entropy=entropy, logp_sampler=engine
     )

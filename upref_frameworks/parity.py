@@ -197,7 +197,7 @@ def compare(
         reference(lp - delta),
         reference(lp, trained_dtype),
     ]
-    # [4, B, T] each, in the order of the evaluations
+    # weights and terms, [4, B, T] each, in the order of the evaluations
     W, terms = (torch.stack(column) for column in zip(*evaluations, strict=True))
     overflows = log_r > math.log(torch.finfo(trained_dtype).max) - 1
     is_alive = torch.ne(W, 0)
@@ -389,8 +389,9 @@ class Monitor:
     def __call__(
         self, loss: Tensor, batch: dict[str, Any], hp: dict[str, Any]
     ) -> dict[str, float]:
-        """Compare the micro-batch if its turn has come, and return metrics. Raise
-        ParityError where rounding cannot explain the difference.
+        """Compare the micro-batch if its turn has come, and return the metrics so far,
+        `upref/parity_KEY` -> number. Raise ParityError where rounding cannot explain
+        the difference and `on_fail` is "stop".
 
         Args:
             loss: the scalar that trains; its graph is kept.
@@ -405,7 +406,9 @@ class Monitor:
         }
 
     def check(self, loss: Tensor, batch: dict[str, Any], hp: dict[str, Any]) -> None:
-        """Compare one micro-batch and keep the largest difference so far.
+        """Compare one micro-batch, keep the largest differences so far, and count it as
+        an alarm if rounding cannot explain them. Log a warning when the comparison
+        first proves little.
 
         Args:
             loss: the scalar that trains; its graph is kept.
@@ -423,10 +426,8 @@ class Monitor:
         count = roundings(loss, lp)
         found = compare(self.objective, loss, gradient, count, **batch, **hp)
         self.checked += 1
-        self.max_abs, self.of_bound = (
-            max(self.max_abs, found.max_abs),
-            max(self.of_bound, found.of_bound),
-        )
+        self.max_abs = max(self.max_abs, found.max_abs)
+        self.of_bound = max(self.of_bound, found.of_bound)
         if found.blind > 0.5 >= self.blind:
             log.warning(
                 "upref/%s: %.0f %% of the tokens are within %s rounding of a clip bound, where parity proves little",
@@ -435,7 +436,7 @@ class Monitor:
                 str(lp.dtype)[6:],
             )
         self.blind = max(self.blind, found.blind)
-        bad = not found.of_bound <= 1
+        bad = not found.of_bound <= 1  # True for NaN
         self.alarms += bad
         if bad:
             if found.worst[0] < 0:

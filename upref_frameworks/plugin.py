@@ -117,7 +117,7 @@ def recognize(
 
 
 def _ledger(name: str) -> dict[str, Any]:
-    """Return what a framework's ledger.toml holds."""
+    """Return what a framework's ledger.toml holds, as a dict of its tables."""
     return tomllib.loads(
         (Path(__file__).parent / name / "ledger.toml").read_text(encoding="utf-8")
     )

@@ -48,7 +48,9 @@ def split_name(name: str, mode: str) -> tuple[str, dict[str, Any], bool]:
 
 
 def _field(name: str, word: str) -> tuple[str, Any]:
-    """Read FIELD=VALUE: None, True, False, a number, or else text."""
+    """Split FIELD=VALUE; return the field, and the value as None, True, False, a
+    number, or else text. Raise InputError where one of the two is empty.
+    """
     key, equals, value = word.partition("=")
     if not (key and equals and value):
         raise InputError(
@@ -90,8 +92,8 @@ def clip_bounds(hp: dict[str, Any]) -> tuple[Any, Any]:
 
 @dataclass
 class Bare:
-    """What frameworks' losses read of Rollouts, unvalidated: masked slots may be
-    poisoned, tensors on a tape.
+    """What frameworks' losses read of Rollouts, unvalidated: masked slots may hold NaN,
+    and tensors may be part of autograd's graph.
     """
 
     logp: Tensor

@@ -77,13 +77,17 @@ def _data() -> ModuleType:
 
 
 def _modes() -> list[str]:
-    """Return the names of the losses: functions with that ending which take advantages."""
+    """Return the names of AReaL's losses: the functions whose names end in `_loss_fn`
+    and that take `advantages`.
+    """
     found = [(n, f) for n, f in vars(_functional()).items() if n.endswith("_loss_fn")]
     return [n for n, f in found if "advantages" in inspect.signature(f).parameters]
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """Return the defaults of PPOActorConfig that the loss of this mode reads."""
+    """Return those defaults of PPOActorConfig that READ lists for the loss of this
+    mode.
+    """
     fields = dataclasses.fields(
         importlib.import_module("areal.api.cli_args").PPOActorConfig
     )
@@ -99,9 +103,12 @@ def _loss(
     mask: Tensor,
     totals: Totals,
 ) -> Tensor:
-    """Return the value of AReaL's loss in this mode on tensors."""
+    """Return the value of AReaL's loss in this mode on tensors, times the share of the
+    mini-batch's tokens that are in them.
+    """
     settings = {k.removeprefix("sapo_"): v for k, v in config.items()}
     f = getattr(_functional(), mode)
+    # SAPO's function has no argument for the policy before the update
     proximal = {} if mode == "sapo_loss_fn" else {"proximal_logprobs": old_log_prob}
     value, _ = f(
         log_prob,
@@ -160,10 +167,11 @@ COMPARISONS = (
 
 def _normalized(**config: Any) -> Callable[..., Tensor]:
     """Return AReaL's normalization with this configuration, as a function of rewards
-    and groups.
+    and groups. All groups must be of one size.
     """
 
     def advantages(rewards: Tensor, group: Tensor) -> Tensor:
+        """Return the normalized rewards; AReaL is told the size of the first group."""
         size = int(torch.bincount(group)[0])
         made = importlib.import_module("areal.api.cli_args").NormConfig(
             group_size=size, **config
@@ -229,7 +237,7 @@ def _parts() -> tuple[Component, ...]:
 
 def _kernels() -> dict[str, Any]:
     """Return the functions of AReaL that compute log-probabilities, by name."""
-    # or it wants to be compiled
+    # with an NPU the module does not compile its functions
     vars(importlib.import_module("areal.infra.platforms"))["is_npu_available"] = True
     module = importlib.import_module("areal.utils.functional.vocab_parallel")
     return {

@@ -39,17 +39,22 @@ class _RecordingConfig(dict[str, Any]):
     """A config that records what the loss looks up in it, and with which default."""
 
     def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key. A key that is absent gets the default as its
+        value.
+        """
         return self.setdefault(key, default)
 
 
 def _lengthened(x: Tensor) -> Tensor:
-    """Return x with one more place, since the last place of a row predicts nothing."""
+    """Return x [B, T] with one more place, [B, T + 1]: -1, since the last place of a
+    row predicts nothing.
+    """
     return torch.nn.functional.pad(x, (0, 1), value=-1.0)
 
 
 def _shifted(x: Tensor, first: float | bool = 0) -> Tensor:
-    """Return x one place later, as ART's packing lays tokens out: the loss shifts it
-    back.
+    """Return x [B, T] one place later, behind `first`, [B, T + 1]. ART's packing lays
+    tokens out so, and the loss shifts them back.
     """
     return torch.cat([torch.full_like(x[:, :1], first), x], 1)
 
@@ -63,7 +68,7 @@ def _loss_sum(
     weights: Tensor,
     config: dict[str, Any],
 ) -> Tensor:
-    """Call ART's loss on rows of one response each; return the sum over tokens."""
+    """Call ART's loss on rows [B, T], each of one response; return the sum over tokens."""
     rows = torch.arange(1, len(mask) + 1)[:, None].expand_as(mask)
     inputs = {
         "logprobs": _shifted(old_log_prob),
@@ -87,8 +92,8 @@ def _loss_sum(
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """Return the defaults inside the loss: those with which it looks its config up, on
-    one token.
+    """Return the defaults inside the loss. It is called on one token, with a config
+    that records which fields are looked up and with which default.
     """
     config = _RecordingConfig(ppo=True) if mode == "ppo" else _RecordingConfig()
     x = torch.full((1, 2), -1.0)
@@ -108,7 +113,7 @@ def _loss(
 ) -> Tensor:
     """Return the value of ART's loss in this mode on tensors."""
     lengths = mask.sum(1, keepdim=True)
-    # as pack.py
+    # as pack.py: equal within a response, the same sum for every response, 1 on average
     weights = (
         (1 / lengths * (totals.tokens / totals.sequences))
         .expand(mask.shape)

@@ -6,6 +6,13 @@ A difference must have a reason that leaves none (compare.py), and an entry of t
 ledger, NAME.toml, that records it with these very numbers: a deviation that appears,
 changes or disappears fails the audit. A framework with a pin runs in a folder of
 packages and a process of its own (isolated/).
+
+A *comparison* is one loss of the framework (its *mode* and the fields of its config)
+beside the objective that its name *promises*. Its *reasons* are known faults, which
+should account for the difference. A *component*, or part, is a function beside the
+losses, such as an advantage estimator. The *typical batch* is the one on which the size
+of a fault is measured. The gradient is also computed in *micro-batches*, parts of the
+batch whose gradients a trainer adds up.
 """
 
 import datetime
@@ -174,20 +181,18 @@ class Audit(Result):
             where the deviation is not recorded.
         """
         key = (row.label, row.promise, row.micro_batches)
-        matching = (e for e in self.entries if e.reason == reason)
-        return next(
-            (
-                e
-                for e in matching
-                if key
-                in {(x.loss, x.held_against, x.micro_batches) for x in e.evidence}
-            ),
-            None,
-        )
+        for entry in self.entries:
+            recorded = {
+                (x.loss, x.held_against, x.micro_batches) for x in entry.evidence
+            }
+            if entry.reason == reason and key in recorded:
+                return entry
+        return None
 
     def _because(self, row: ComparisonRow, reason: str, spot: Example) -> str:
-        """Return a reason in words, with the example that shows it and the ledger's
-        entry.
+        """Return a reason in words; with the example that shows it, unless it changes
+        no token, and with the status and the key of the ledger's entry, where there is
+        one.
         """
         entry = self.entry(row, reason)
         tag = f" [{entry.status}: {entry.key}]" if entry else ""
@@ -238,7 +243,8 @@ def audit(
         audited in its own process.
 
     Raises:
-        InputError: the framework cannot be installed or run.
+        InputError: the framework cannot be installed or run, `comparisons` has another
+            type, or a version or a source is given for a framework without a pin.
     """
     f = framework(name)
     is_table = isinstance(comparisons, list | tuple)
@@ -253,10 +259,12 @@ def audit(
     )
     if answer is not None:
         return answer
+    # from here on this process is the one that has the framework
     inside = f.pin and isolated.INSIDE
     version = inside["version"] if inside else f.version()
     modes = f.modes()
     asked = f.comparisons if comparisons is None else comparisons
+    # losses that the table compares and this version does not have
     gone = tuple(
         dict.fromkeys(c.mode for c in asked if f.loss_by_names and c.mode not in modes)
     )

@@ -125,8 +125,9 @@ def load_loss(loss: str, objective: str, hp: dict[str, Any]) -> Callable[..., Te
 def _checked_loss(
     framework: Framework, loss: str, mode: str, fields: dict[str, Any]
 ) -> Callable[..., Tensor]:
-    """Return the framework's loss in this mode as a function that refuses other shapes
-    of advantages.
+    """Return the framework's loss in this mode, with these fields over its defaults, as
+    a function. It refuses advantages [B, T] where the framework takes one for each
+    response.
     """
     assert framework.loss_by_names is not None
     config = framework.configured(mode, framework.defaults(mode), fields)
@@ -145,7 +146,8 @@ def _checked_loss(
 def _fields_of_comparison(
     framework: Framework, mode: str, objective: str, hp: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields at which the audit compares this loss with the objective.
+    """Return the fields of the config at which the audit compares this loss with the
+    objective, at these hyperparameters.
 
     Raises InputError where it compares them at no fields with these hyperparameters.
     The paper's settings come before the defaults.

@@ -169,6 +169,10 @@ class ComparisonRow:
 def gradient_with_faults(faulty: FaultyObjective, batch: Rollouts) -> Tensor:
     """Return the gradient of an objective with faults put into it.
 
+    A fault may replace the formula or hyperparameters, which `faulty.objective` has
+    already. It may also change the batch that is read (`view`), add a term to J
+    (`term`), multiply the gradient (`scale`), or aggregate in another way (`agg`).
+
     Args:
         faulty: the objective.
         batch: token tensors [B, T].
@@ -186,6 +190,7 @@ def gradient_with_faults(faulty: FaultyObjective, batch: Rollouts) -> Tensor:
         for fault in faulty.faults:
             seen = fault.change.view(seen)
         totals = Totals.of(batch.mask, seen.group)
+        # of each response, or one number for all
         new = row_weights(faulty.agg, batch.mask, totals)
         old = row_weights(faulty.agg_of_objective, batch.mask, totals)
         ratio = torch.as_tensor(new / old, dtype=batch.logp.dtype)
@@ -255,11 +260,13 @@ def _row(
     micro: int,
     tol: float,
 ) -> ComparisonRow:
-    """Return the row of the weights that were found.
+    """Return the row of one comparison: the weights that were found beside those that
+    are promised.
 
-    It has their difference from the promise, what repairing each fault alone changes,
-    and the difference that remains with all faults. Where there is no difference, no
-    fault is used.
+    It has the largest difference from the promise, what repairing each fault alone
+    changes, and the difference that remains with all faults put into the promise. Where
+    the difference is at most `tol` or not a number, no fault is used. Tokens so near to a
+    bound that rounding decides are left out of what remains.
     """
     comparison = case.comparison
     promised = (
@@ -309,7 +316,9 @@ def _row(
 def _effects_of_faults(
     explanation: Explanation, typical: Rollouts
 ) -> list[FaultEffect]:
-    """Return what each fault does to the gradient of a typical batch."""
+    """Return what each fault does to the gradient of a typical batch, with all other
+    faults in it.
+    """
     if not explanation.repaired:
         return []
     faulty = gradient_with_faults(explanation.faulty, typical)
@@ -337,7 +346,9 @@ def _worst_token(
         log_r = reduce(log_r, batch.mask)[:, None].expand_as(log_r)
     near_differences = differences.masked_fill(log_r.abs() > 5, 0)
     differences = near_differences if near_differences.max() > TOL else differences
+    # but for rounding, the ratio is none of the fixed grid
     is_off_grid = (log_r[..., None] - torch.as_tensor(LOG_R)).abs().amin(-1) > 1e-12
+    # the lowest rank is taken: 100 is above every |log r| of a token on the grid
     rank = torch.where(
         differences >= differences.max() * (1 - 1e-6),
         log_r.abs() + 100 * is_off_grid,
@@ -345,6 +356,7 @@ def _worst_token(
     )
     i, t = divmod(int(rank.argmin()), rank.shape[1])
     where = _regime_of_token(explanation, batch, i, t, log_r[i, t].exp().item())
+    # + 0.0 turns -0.0 into 0.0
     return Example(
         differences[i, t].item(),
         where,

@@ -151,7 +151,9 @@ def _reward_cases() -> dict[str, tuple[Any, ...]]:
 
 
 def _kl_cases() -> dict[str, tuple[Any, ...]]:
-    """Return cases of a KL term by their name: (log π_θ, log π_ref), each [1, 1]."""
+    """Return cases of a KL term by their name: (log π_θ, log π_ref), each [1, 1]. The
+    difference of the two is from -25 to 25.
+    """
     lp = _float64(-2)[None]
     differences = (0.0, 0.1, -0.1, 1.0, -1.0, 1.9, -5.0, -12.0, -25.0)
     return {
@@ -289,7 +291,9 @@ def rows(framework: str, parts: tuple[Component, ...]) -> list[ComparisonRow]:
 
 
 def _row(framework: str, part: Component) -> ComparisonRow:
-    """Compare a part of a framework with its reference, and its faults with both."""
+    """Compare a part of a framework with its reference, and with the reference that has
+    one reason after the other in it. Raise InputError where there is no such reference.
+    """
     kind = KINDS.get(part.kind)
     if kind is None or (
         isinstance(part.promise, str) and part.promise not in kind.references
@@ -298,6 +302,7 @@ def _row(framework: str, part: Component) -> ComparisonRow:
             f"{part.label}: there is no {part.promise!r} to compare it with."
         )
     cases = {k: v for k, v in kind.cases().items() if k not in part.leaves_out}
+    # the reference, and what it becomes with the first reason, the first two, and so on
     steps = [part.reference(), *(f.change for f in part.reasons)]
     labels, theirs = _labels_and_numbers(part, part.found, cases)
     numbers_of_steps = [_labels_and_numbers(part, f, cases)[1] for f in steps]
@@ -330,18 +335,21 @@ def _row(framework: str, part: Component) -> ComparisonRow:
         for old, new in itertools.pairwise(typical_numbers)
     ]
     remains = _finite_difference(theirs, numbers_of_steps[len(reasons)]).max().item()
-    command = f"upref audit {framework}"
-    names = ("default", part.mode, part.label, "", part.promise_text, command)
     return ComparisonRow(
-        *names,
-        1,
-        largest,
-        worst_example,
-        changes,
-        remains,
-        part.tol,
-        part.kind,
-        effects,
+        setting="default",
+        mode=part.mode,
+        label=part.label,
+        objective="",
+        promise=part.promise_text,
+        command=f"upref audit {framework}",
+        micro_batches=1,
+        difference=largest,
+        spot=worst_example,
+        reasons=changes,
+        remains=remains,
+        tol=part.tol,
+        kind=part.kind,
+        effects=effects,
     )
 
 
@@ -385,7 +393,7 @@ def _finite_difference(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def _worst_example(labels: list[str], found: Tensor, expected: Tensor) -> Example:
-    """Return the number that differs most, as an example."""
+    """Return the number that differs most as an example, the first of several."""
     differences = _finite_difference(found, expected)
     i = int(differences.argmax())
     return Example(

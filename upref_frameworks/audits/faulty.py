@@ -69,6 +69,7 @@ def make_explanation(
         )
         for left_out in faults
     )
+    # a level of REDUCE has one ratio for each response
     levels = [objective.level, faulty.objective.level]
     level = next((level for level in levels if level in REDUCE), objective.level)
     return Explanation(promised, faulty, repaired, level)
@@ -77,7 +78,9 @@ def make_explanation(
 def _with_faults(
     objective: Objective, hp: dict[str, Any], faults: Sequence[LossFault]
 ) -> FaultyObjective:
-    """Put faults into an objective one after the other."""
+    """Put faults into an objective one after the other. The last fault with another
+    aggregation decides which one is left.
+    """
     faulty = objective
     agg = declared_aggregation(objective)
     for added in faults:

@@ -159,7 +159,9 @@ class Framework:
     def _arguments(
         self, batch: Rollouts | Bare, padding: float | None
     ) -> dict[str, Any]:
-        """Return all arguments that `loss_by_names` may take, by name."""
+        """Return all arguments that `loss_by_names` may take, by name; token tensors
+        are [B, T]. What the batch lacks is replaced by numbers without an effect.
+        """
 
         def padded(tensor: Tensor) -> Tensor:
             """Return a tensor with masked slots set to the padding, if one is given."""

@@ -27,8 +27,8 @@ def grid(
         explanation: the regimes of the promised objective are in the batch, and those
             of the objective that the faults leave.
         one_adv: give all tokens of a response one advantage.
-        single: for a framework that computes in float32; ratios keep a larger distance
-            from the bounds.
+        single: for a framework that computes in float32 (single precision); ratios keep
+            a larger distance from the bounds.
 
     Returns:
         Rollouts [B, T] in float64; B is a multiple of MICRO. Also in it are responses
@@ -63,8 +63,9 @@ def grid(
 
 
 def _with_one_adv(objective: Objective) -> Objective:
-    """Return an objective whose batch has one advantage per response: this one, or it
-    with another aggregation.
+    """Return an objective for which `batch` gives all tokens of a response one
+    advantage: this one if it acts on responses, else this one with the aggregation
+    seq-mean.
     """
     if objective.level in REDUCE:
         return objective

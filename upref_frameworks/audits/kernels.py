@@ -103,8 +103,8 @@ def kernels(
 def _log_probs_by_torch(
     hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
 ) -> Tensor:
-    """Return log-probabilities by torch's fused loss, in chunks. It has no temperature,
-    so the hidden states are divided by it.
+    """Return log-probabilities [...] by torch's fused loss, in chunks. It has no
+    temperature, so the hidden states are divided by it.
     """
     loss = torch.nn.functional.linear_cross_entropy
     options = torch.nn.LinearCrossEntropyOptions()

@@ -77,6 +77,7 @@ def check_ledger(
         Sentences in alphabetical order: deviations that the ledger does not have or has
         with other numbers, and entries that no longer show.
     """
+    # (reason, loss, promise, micro-batches) -> the entry, and its evidence for this row
     known = {
         (e.reason, x.loss, x.held_against, x.micro_batches): (e, x)
         for e in entries
@@ -100,7 +101,8 @@ def check_ledger(
     if complete:
         said += sizes(rows, entries)
     for key in known.keys() - seen:
-        if (complete or key[1:] in audited) and key[1].partition(",")[0] not in gone:
+        mode = key[1].partition(",")[0]
+        if (complete or key[1:] in audited) and mode not in gone:
             entry, then = known[key]
             said.append(
                 f"{entry.key} is gone: in {version} {then.command} no longer shows it; review the entry"

@@ -70,7 +70,8 @@ def make_comparison_case(
     """Look up what a comparison names, once, and make its batch.
 
     Args:
-        comparison: of the framework's table.
+        comparison: of the framework's table. It is compared in micro-batches if it has a
+            paper's settings and its objective does not couple the tokens of a batch.
         split_reasons: label or mode of a loss -> why the gradient of micro-batches
             differs.
         one_adv: whether the framework's losses take one advantage per response.

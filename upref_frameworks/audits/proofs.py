@@ -43,7 +43,7 @@ class ProvedRow:
         label: the loss, as `upref check FRAMEWORK:LABEL` reads it.
         promise: the objective with its hyperparameters.
         status: proved, "proved with the recorded differences", differs, or "no proof".
-        faults: the recorded differences, in words.
+        faults: the recorded differences, in words; () where the loss is proved without.
         reason: why there is no proof.
         at: of a difference from the promise, A and r there.
     """
@@ -126,7 +126,8 @@ def prove_comparison(framework: Framework, comparison: Comparison) -> ProvedRow:
 
 
 def gradient_of_framework(framework: Framework, comparison: Comparison) -> Outputs:
-    """Return the function of a batch to dJ/dlp of a framework's loss.
+    """Return dJ/dlp of a framework's loss as a function of a batch and a scale, a scalar
+    that multiplies the loss.
 
     Args:
         framework: the tables.
@@ -137,7 +138,9 @@ def gradient_of_framework(framework: Framework, comparison: Comparison) -> Outpu
     config = framework.configured(mode, defaults, comparison.config)
 
     def gradient(batch: Rollouts, scale: Tensor) -> Tensor:
-        """[1, B, T] or, where the batch has entropies, [2, B, T]."""
+        """Return dJ/dlp, [1, B, T]; where the batch has entropies [2, B, T], of which
+        the second part is 0.
+        """
         lp = batch.logp.clone().requires_grad_()
         given = {
             name: x.clone() for name, x in batch.tensors().items() if name != "logp"
@@ -145,7 +148,9 @@ def gradient_of_framework(framework: Framework, comparison: Comparison) -> Outpu
         whole = Rollouts.unchecked(logp=lp, **given)
 
         def backward() -> tuple[Tensor | None, ...]:
-            """The gradient of the loss, times the factor, by lp."""
+            """Return the gradient by lp of the loss times the scale; None in the tuple
+            where the loss does not depend on lp.
+            """
             value = framework.compute_loss(mode, config, whole, None) * scale
             return torch.autograd.grad(value, [lp], allow_unused=True)
 
@@ -175,7 +180,9 @@ def _compare(
     loss: Outputs,
     reference: FaultyObjective,
 ) -> Found:
-    """Compare the loss with an objective, and with what its faults change."""
+    """Compare the loss with an objective and what its faults change, on small batches
+    whose numbers are variables.
+    """
     objective = reference.objective
     own = {k: v for k, v in reference.hp.items() if k in objective.hyperparameters}
     reads = {"entropy"} & set(objective.reads)
@@ -188,7 +195,9 @@ def _compare(
         among.append(replace(FULL, group=(7, 3)))
 
     def expected(batch: Rollouts, scale: Tensor) -> Tensor:
-        """[1, B, T] or, where the batch has entropies, [2, B, T]."""
+        """Return dJ/dlp of the reference, [1, B, T]; where the batch has entropies [2,
+        B, T], of which the second part is 0.
+        """
         weights = gradient_with_faults(reference, batch) * scale
         if batch.entropy is None:
             return weights[None]

@@ -5,7 +5,7 @@ it.
 The settings are those of the audit's comparison of that loss with that objective; how
 they are typed stands in the ledger, [recipe]. What still differs, and how much, is what
 the ledger records of this comparison, and what upref's own plug-in does to the gradient
-of a typical batch.
+of a typical batch. Throughout, `how` is the table [recipe] of the framework's ledger.
 """
 
 import ast
@@ -143,6 +143,7 @@ def recipe(objective: str, name: str, **hp: float) -> Recipe:
     how = read_tables(name)["recipe"]
     entries = read(name)
     if comparisons := _comparisons(o, f, hp, how):
+        # the smallest difference; then the paper's settings; then the fewest fields
         best = min(
             comparisons,
             key=lambda c: (
@@ -274,6 +275,7 @@ def _recipe_of_comparison(
 ) -> Recipe:
     """Return the recipe whose settings are those of this comparison."""
     values = how.get("at", {}).get(objective.name, {})
+    # a constant that divides the sum is left out, unless the framework needs one
     fields = {
         k: v
         for k, v in comparison.config.items()
@@ -375,7 +377,9 @@ def _with_size(entry: Entry) -> str:
 def _entries_of(
     comparison: Comparison, entries: list[Entry], in_micro_batches: bool = False
 ) -> list[Entry]:
-    """Return the entries of the ledger whose evidence is from this comparison."""
+    """Return the entries of the ledger whose evidence is from this comparison: in one
+    call, or in micro-batches.
+    """
     key = (comparison.label, comparison.promise, in_micro_batches)
     return [
         e
@@ -385,8 +389,9 @@ def _entries_of(
 
 
 def _severity_left(comparison: Comparison, entries: list[Entry]) -> tuple[int, int]:
-    """Return the severity of the worst difference that this comparison leaves, first
-    without the batch's denominator, then with it. Numerical differences count as 0.
+    """Return the severity of the worst difference that this comparison leaves, from 0
+    (none) to 4 (breaks): first without the batch's denominator, then with it. Numerical
+    differences count as none.
     """
     order = list(reversed(SEVERITY))
     rest = [e for e in _entries_of(comparison, entries) if e.status != "numerical"]
@@ -449,7 +454,7 @@ def _refuse_without_recipe(
     objective: Objective, framework: Framework, hp: dict[str, float]
 ) -> None:
     """Raise InputError where neither a loss that the audit compares nor the plug-in
-    gives this objective.
+    gives this objective; the message names the frameworks that have it.
     """
     plug_in_can_run = framework.name in PLUG_IN and not hp
     if not plug_in_can_run:
@@ -608,7 +613,9 @@ def _typed_lines(
     how: dict[str, Any],
     mode: str,
 ) -> list[str]:
-    """Return the lines that a user types for these fields."""
+    """Return the lines that a user types for a loss and these fields: its mode, a line
+    for each field, and one that switches off the KL term if the objective has none.
+    """
     all_fields = _defaults(name, comparison) | fields
     typed_values = {k: value(v, how["style"]) for k, v in all_fields.items()}
     lines = how.get("mode", {}).get(mode, how["modes"]).format(mode=mode).splitlines()
@@ -636,7 +643,8 @@ def no_kl(how: dict[str, Any], mode: str) -> str:
     return line if isinstance(line, str) else line.get(mode, "")
 
 
-# a value as one types it
+# a value as one types it. ASSIGNED finds KEY=VALUE and KEY: VALUE, where VALUE is a tuple,
+# a quoted text or a word. OPTION finds --KEY with an optional value and further numbers.
 Setting = bool | int | float | str | None | tuple[float, ...]
 ASSIGNED = re.compile(
     r"""([A-Za-z_][\w.-]*)(?:\s*=\s*|:\s+)(\([^)]*\)|"[^"]*"|'[^']*'|[^\s,']+)"""
@@ -658,14 +666,16 @@ def typed_fields(line: str) -> list[tuple[str, Setting]]:
         (key, value) in the order of the line. A value is a number, True, False, None, a
         tuple or a string; an option without one is True.
     """
-    # a tuple stands after "="
+    # a parenthesis after "=" is a tuple; any other one is words, as a comment is
     plain = re.sub(r"(?<![=\w])\([^)]*\)|(^|\s+)#.*", "", line)
     pairs = OPTION.findall(plain) if "--" in plain else ASSIGNED.findall(plain)
     return [(key, _read_value(text.strip())) for key, text in pairs]
 
 
 def _read_value(text: str) -> Setting:
-    """Return the Python value of a value as one types it."""
+    """Return the Python value of a text as one types it: a literal, true, false or
+    null; True for no text; a tuple of numbers with blanks between them; else the text.
+    """
     words: dict[str, bool | None] = {
         "true": True,
         "false": False,

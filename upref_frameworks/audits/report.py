@@ -134,8 +134,8 @@ def _reproduction(name: str, e: Entry) -> list[str]:
 
 
 def _quoted_code(entry: Entry) -> list[str]:
-    """Return the two lines of code of an entry as Markdown, where the framework's files
-    are at hand; an empty list elsewhere.
+    """Return two lines of code from the recorded one on as Markdown, where the
+    framework's files are on this machine; [] elsewhere.
     """
     path, _, n = entry.line.partition("#L")
     roots = [*cache().glob(f"{entry.framework}-{entry.version}*"), *map(Path, sys.path)]
@@ -164,8 +164,8 @@ class Proofs(Result):
 
     @staticmethod
     def _holds(entry: Entry, now: str) -> bool:
-        """Return whether a script prints what is recorded, and warns of nothing if the
-        entry is a bug.
+        """Return whether a script prints what is recorded, blanks apart, and warns of
+        nothing if the entry is a bug.
         """
         printed, warned, _ = now.partition("\n" + WARNED)
         return printed.split() == entry.prints.split() and not (
@@ -322,7 +322,7 @@ def _line_of_evidence(x: Evidence) -> str:
 
 
 def _toml(v: bool | int | float | str) -> str:
-    """Return a value as TOML writes it."""
+    """Return a bool, a number or a text as TOML writes it."""
     if isinstance(v, bool):
         return str(v).lower()
     if isinstance(v, int | float):

@@ -30,6 +30,9 @@ def _clamp_log_sequence_ratio(most: float) -> Callable[[Rollouts], Rollouts]:
     """
 
     def view(batch: Rollouts) -> Rollouts:
+        """Return the batch in which a response above the clamp has log r = `most` on
+        each token, and so no gradient.
+        """
         log_s = torch.where(batch.mask, batch.logp - batch.logp_old, 0).sum(
             1, keepdim=True
         ) / batch.mask.sum(1, keepdim=True)
@@ -61,8 +64,9 @@ def _masked_slots_term(batch: Rollouts) -> Tensor:
 
 
 def _micro_batch_mean_scale(batch: Rollouts) -> Tensor:
-    """Return a scale of each response [B, 1]: all tokens over MICRO times the tokens of
-    the micro-batch that has the response.
+    """Return the factor of each response [B, 1] by which a mean over micro-batches of
+    their token means differs from the token mean: all tokens over MICRO times the
+    tokens of the response's micro-batch.
     """
     scales = [batch.mask.sum() / (MICRO * m.mask.sum()) for m in batch.split(MICRO)]
     return torch.cat(
@@ -98,6 +102,7 @@ def kl_term(
     """
 
     def term(batch: Rollouts) -> Tensor:
+        """Return the KL term of a batch, a scalar that is added to J."""
         assert batch.logp_ref is not None
         return -beta * aggregate(
             k(batch.logp, batch.logp_ref, batch.logp_old), batch.mask, agg
@@ -148,7 +153,7 @@ BY_TOKENS = fault(
 )
 
 
-# the authors'
+# the settings of VESPO's authors
 VESPO = {
     "vespo_k_pos": 2.0,
     "vespo_lambda_pos": 3.0,
@@ -171,7 +176,9 @@ def keep_singletons(
     Returns:
         A function of the same arguments.
     """
-    return lambda R, g: torch.where(torch.bincount(g)[g] == 1, R, estimator(R, g))
+    return lambda rewards, group: torch.where(
+        torch.bincount(group)[group] == 1, rewards, estimator(rewards, group)
+    )
 
 
 def whiten_by_sample(R: Tensor, g: Tensor | None = None) -> Tensor:

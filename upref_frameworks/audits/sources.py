@@ -54,7 +54,7 @@ def source(module: str, beside: str = ".", up: int = 0) -> str:
         up: 0: the module's own folder; 1: the folder above it, and so on.
 
     Returns:
-        The source.
+        The source, as text.
     """
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None

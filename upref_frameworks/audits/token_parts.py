@@ -70,7 +70,9 @@ def typical_advantage_arguments() -> tuple[Any, ...]:
 def gae_returns(
     rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
 ) -> Tensor:
-    """Return A + V of `gae`, which a critic learns, [N, K]; 0 on untrained slots."""
+    """Return A + V, the advantages of `gae` plus the critic's values, which the critic
+    learns, [N, K]; 0 on untrained slots.
+    """
     A = token_advantages.gae(rewards, values, mask, gamma=gamma, lam=lam)
     return torch.where(mask, A + values, 0)
 
@@ -118,7 +120,9 @@ def value_cases() -> Cases:
 
 
 def _averaged_value_loss(name: str, agg: str) -> Function:
-    """Return a critic's loss as a scalar, in the signature of its cases."""
+    """Return the critic's loss of this name, aggregated to a scalar, in the signature
+    of its cases: values, old values, returns, mask.
+    """
 
     def loss(
         values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, **hp: float
@@ -159,7 +163,7 @@ def divergence_cases() -> Cases:
 def _averaged_divergence(
     name: str, student: Tensor, teacher: Tensor, mask: Tensor, **hp: float
 ) -> Tensor:
-    """Return the mean of a divergence over the tokens."""
+    """Return the divergence of this name, averaged over the tokens of the mask."""
     per_token = distillation.get(name)(student, teacher, **hp)
     return aggregate(per_token, mask, agg="token-mean")
 

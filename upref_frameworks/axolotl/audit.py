@@ -60,15 +60,17 @@ def _module() -> ModuleType:
 
 
 def _modes() -> list[str]:
-    """Return the names with which the trainer's source compares self.loss_type."""
+    """Return the values that the trainer's source compares self.loss_type with, in
+    alphabetical order.
+    """
     source = Path(inspect.getfile(_module())).read_text(encoding="utf-8")
     compared_with = re.findall(r"self\.loss_type (?:==|in) (\"\w+\"|\(.*?\))", source)
     return sorted({*re.findall(r'"(\w+)"', " ".join(compared_with))})
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """Return the defaults of TRL's GRPOConfig, read off its source: Axolotl's derives
-    from it and leaves these as they are.
+    """Return the defaults of the fields of READ in TRL's GRPOConfig, read from its
+    source: Axolotl's configuration derives from it and does not change these.
     """
     folder = Path(inspect.getfile(_module())).parents[4]
     tree = ast.parse(
@@ -102,8 +104,9 @@ def _loss(
     totals: Totals,
     num_micro_batches: int,
 ) -> Tensor:
-    """Return the value of the trainer's own method, on a trainer that was not set up
-    and gets these log-probabilities.
+    """Return the value of the trainer's own `_compute_loss`. The trainer is not set up:
+    it has only the attributes that the method reads, and gets these log-probabilities
+    in place of a model's.
     """
     trainer = object.__new__(_module().AsyncGRPOTrainer)
     high = (

@@ -112,7 +112,9 @@ def _loss(
     ref_log_prob: Tensor,
     totals: Totals,
 ) -> Tensor:
-    """Return the value of EasyR1's loss in this mode on tensors."""
+    """Return the value of EasyR1's loss in this mode on tensors, with its KL term if
+    that is on, times the share of the mini-batch's tokens that are in them.
+    """
     settings = {k: v for k, v in config.items() if k not in KL_READ}
     algorithms = _algos()
     with np.errstate(divide="ignore"):  # log(1 - clip_ratio_low), where that is 1
@@ -229,7 +231,7 @@ def _advantages(name: str) -> Callable[..., Tensor]:
     """Return EasyR1's advantages of this name, as a function of rewards and groups."""
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
-        """Return the advantages where each response is one token."""
+        """Return the advantages [N]; each response is one token."""
         settings = (
             {"index": group.numpy()} if name in ("grpo", "rloo") else {"gamma": 1.0}
         )

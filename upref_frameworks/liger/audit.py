@@ -78,7 +78,9 @@ def _loss(
     totals: Totals,
     num_micro_batches: int,
 ) -> Tensor:
-    """Return the value of Liger's loss in this mode on tensors."""
+    """Return the value of Liger's loss in this mode on tensors. A loss that is not
+    given the tokens of the whole batch is divided by the number of micro-batches.
+    """
     settings = {k: v for k, v in config.items() if k not in ELSEWHERE}
     token_count = {"num_items_in_batch": int(totals.tokens)} if mode in COUNTED else {}
     value, _ = _grpo().LigerFusedLinearGRPOFunction.ppo_loss_fn(
@@ -103,14 +105,10 @@ def _kl_fault(words: str, weight: Callable[[Tensor, Tensor], Tensor]) -> LossFau
     def term(batch: Rollouts) -> Tensor:
         """Return the faulty term of a batch, with the coefficient 0.04."""
         assert batch.logp_ref is not None
-        m = batch.mask.to(batch.logp)
-        return (
-            -0.04
-            * (
-                k3(batch.logp, batch.logp_ref) * weight(m, m.mean(1, keepdim=True))
-            ).sum()
-            / len(m)
-        )
+        mask = batch.mask.to(batch.logp)
+        share_of_width = mask.mean(1, keepdim=True)
+        terms = k3(batch.logp, batch.logp_ref) * weight(mask, share_of_width)
+        return -0.04 * terms.sum() / len(mask)
 
     return fault(words, "term", term=term)
 
@@ -181,8 +179,8 @@ COMPARISONS = (
 
 
 def _chunked_log_probs(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """Return the chunked log-probabilities of hidden states that are the logits: the
-    head is the identity.
+    """Return Liger's chunked log-probabilities of logits z: these are its hidden
+    states, and its head is the identity.
     """
     return _chunk_forward(z, torch.eye(z.shape[-1], dtype=z.dtype), tokens, temperature)
 

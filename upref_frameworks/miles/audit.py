@@ -107,10 +107,11 @@ def _loss(
     ref_log_prob: Tensor,
     totals: Totals,
 ) -> Tensor:
-    """Return the value of policy_loss_function on responses without padding. The sum is
-    divided as loss_function and Megatron do.
+    """Return the value of policy_loss_function on responses without padding, its sum
+    divided as loss_function and Megatron do: by the tokens or the responses of the
+    mini-batch.
     """
-    # as it is validated
+    # as miles does when it validates its arguments
     if config["eps_clip_high"] is None:
         high = config["eps_clip"]
     else:
@@ -151,8 +152,8 @@ def _loss(
 
 
 def _gae(which: int, hp: dict[str, float], chunked: bool) -> Callable[..., Tensor]:
-    """Return miles's GAE (0) or its returns (1), as a function of rewards, values and
-    mask.
+    """Return miles's GAE (which = 0) or its returns (which = 1), as a function of
+    rewards, values and mask.
     """
 
     def answer(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -277,7 +278,7 @@ def _negative_kl(lp: Tensor, teacher: Tensor) -> Tensor:
 
 
 def _constant_negative_kl(lp: Tensor, teacher: Tensor) -> Tensor:
-    """Return the same number without a gradient."""
+    """Return the value of `_negative_kl` with a gradient of 0."""
     return _negative_kl(lp, teacher).detach() + 0 * lp
 
 

@@ -67,7 +67,7 @@ def _losses() -> ModuleType:
 
 
 def _recipe_settings() -> dict[str, Any]:
-    """Return NeMo RL's configuration in RECIPE."""
+    """Return the configuration file RECIPE of NeMo RL's checkout, as a dict."""
     root = Path(inspect.getfile(_module("algorithms.utils"))).parents[2]
     return importlib.import_module("yaml").safe_load(
         (root / RECIPE).read_text(encoding="utf-8")
@@ -75,8 +75,8 @@ def _recipe_settings() -> dict[str, Any]:
 
 
 def _documented_algorithms() -> dict[str, dict[str, bool]]:
-    """Return the algorithms that the loss's docstring lists, each with the fields that
-    it tells to set.
+    """Return algorithm -> {field: value}: the algorithms that the docstring of
+    ClippedPGLossFn lists, each with the fields that it tells to set.
     """
     listed = (
         _losses()
@@ -121,8 +121,9 @@ def _loss(
     ref_log_prob: Tensor,
     totals: Totals,
 ) -> Tensor:
-    """Return the value of the loss as the worker calls it. Position 0 predicts nothing,
-    and the denominators are those of the whole batch.
+    """Return the value of the loss as the worker calls it: every tensor but `log_prob`
+    has one more place in front, which predicts nothing, and the denominators are those
+    of the whole batch.
     """
     data = {
         "advantages": advantages,
@@ -144,7 +145,9 @@ def _loss(
 
 
 def _sampled_k3(beta: float) -> LossFault:
-    """Return k3 times e^(lp - sg(lp)), a weight that is 1 and has a gradient."""
+    """Return the fault of a KL term k3 times e^(lp - sg(lp)), a weight that is 1 and
+    has a gradient.
+    """
     words = "the KL term has the gradient of the sampling too: log π_θ - log π_ref in all, k2's"
     return kl_term(words, lambda lp, ref, old: k3(lp, ref) * exp(lp - sg(lp)), beta)
 
@@ -256,15 +259,14 @@ def _normalized_by_peers(
         """Return the advantage of each response; 0 for the only one in its group."""
         A = torch.zeros_like(R)
         rewards = R.float() if in_float32 else R
-        for i in (torch.bincount(group)[group] > 1).nonzero()[:, 0]:
-            peers = rewards[
-                (group == group[i]) & (with_own_reward | (torch.arange(len(R)) != i))
-            ]
+        in_a_group = (torch.bincount(group)[group] > 1).nonzero()[:, 0]
+        for i in in_a_group:
+            is_other = torch.arange(len(R)) != i
+            peers = rewards[(group == group[i]) & (with_own_reward | is_other)]
             n = torch.tensor(len(peers))
             moments = (peers**2).mean() - peers.mean() ** 2
-            std = (
-                (moments * (n / (n - 1))).sqrt() if in_float32 else peers.std()
-            ).nan_to_num(0)
+            std = (moments * (n / (n - 1))).sqrt() if in_float32 else peers.std()
+            std = std.nan_to_num(0)  # of one peer, or of a variance below 0
             A[i] = (rewards[i] - peers.mean()) / (std + 1e-6 if std > 0 else 1)
         return A
 
@@ -279,7 +281,9 @@ def _clamped_kl(
 
 
 def _log_probs(chunk: int | None) -> Callable[..., Tensor]:
-    """Return NeMo RL's log-probabilities in chunks of this size; None: in one piece."""
+    """Return NeMo RL's log-probabilities of logits, tokens and temperature, in chunks
+    of this size; None: in one piece.
+    """
 
     def log_probs(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
         """Return the log-probabilities with the vocabulary on one rank: the path
@@ -361,7 +365,7 @@ def _value_loss(clip: float | None) -> Callable[..., Tensor]:
 
 def _distillation(kl_type: str, zero_outside_topk: bool) -> Callable[..., Tensor]:
     """Return NeMo RL's distillation over the teacher's 3 most likely tokens, as a
-    function of logits and mask.
+    function of the student's logits, the teacher's and the mask.
     """
 
     def loss(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
@@ -405,8 +409,13 @@ def _mixed_kl(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
 
 
 def _kl_to_top(kl_type: str) -> Callable[..., Tensor]:
-    """Return a KL to the teacher's 3 most likely tokens, normalized over them; the other
-    tokens have the log-probability -100.
+    """Return a KL between the student and the teacher's 3 most likely tokens,
+    normalized over them, as a function of the student's logits, the teacher's and the
+    mask. The teacher's log-probability of all other tokens is -100.
+
+    Args:
+        kl_type: `forward` weights by the teacher's probabilities, any other one by the
+            student's.
     """
 
     def loss(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:

@@ -107,7 +107,10 @@ def read(path: Path) -> RecordedBatch:
 
 
 def _columns_of_line(line: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the columns of one response; refuse a line that lacks one."""
+    """Return the columns of one response by upref's names: arrays [T], and `reward`, a
+    number. Raise InputError for a line that lacks a key or whose lists differ in
+    length.
+    """
     if not isinstance(line, dict):
         raise InputError(
             f"{where} is no JSON object: NeMo-RL writes one response a line."
@@ -134,7 +137,7 @@ def _columns_of_line(line: dict[str, Any], where: str) -> dict[str, Any]:
             raise InputError(
                 f"{where}: {name} has shape {value.shape}, token_ids {ids.shape}; was the file altered?"
             )
-    columns["mask"][0] = False
+    columns["mask"][0] = False  # position 0 never trains
     # the second, where it is there, is of the responses that train
     for key in ("rewards", "filtered_rewards"):
         if key in line:
@@ -150,6 +153,8 @@ def _without_batch_axis(value: Any) -> Any:
 
 
 def _groups(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return a number for each row's prompt: the tokens before the first trained one."""
+    """Return a number for each row's prompt, [N]: equal where the tokens before the
+    first trained one are. Of a row without a trained token all tokens count.
+    """
     start = np.where(mask.any(1), mask.argmax(1), ids.shape[1])
     return np.array([prompt_number(row[:n]) for row, n in zip(ids, start, strict=True)])

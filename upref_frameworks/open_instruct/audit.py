@@ -69,7 +69,9 @@ def _utils() -> ModuleType:
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """Return the defaults of GRPOExperimentConfig that the loss reads."""
+    """Return the defaults of GRPOExperimentConfig in the fields of READ, without
+    `loss_fn`.
+    """
     fields = {
         f.name: f.default for f in dataclasses.fields(_utils().GRPOExperimentConfig)
     }

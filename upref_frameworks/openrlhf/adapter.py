@@ -150,7 +150,9 @@ class OpenRLHF:
         return other
 
     def _fields(self, case: Case) -> dict[str, Any]:
-        """Return the arguments of `record_training`, changed ones among them."""
+        """Return the arguments of `record_training` with the changed settings in them;
+        temperature and estimator are arguments of their own.
+        """
         rest = ("temperature", "estimator")
         return self.fields(case) | {
             key: value for key, value in self.changed.items() if key not in rest

@@ -48,7 +48,9 @@ def _module(name: str) -> ModuleType:
 
 
 def _modes() -> list[str]:
-    """Return the names with which PolicyLoss's source compares policy_loss_type."""
+    """Return the values that PolicyLoss's source compares policy_loss_type with, in
+    alphabetical order.
+    """
     return sorted(
         set(
             re.findall(
@@ -73,7 +75,9 @@ def _loss(
     mask: Tensor,
     totals: Totals,
 ) -> Tensor:
-    """Return the value of OpenRLHF's loss in this mode on tensors."""
+    """Return the value of OpenRLHF's loss in this mode on tensors, divided by the
+    counts of the mini-batch.
+    """
     f = _module("models.loss").PolicyLoss(policy_loss_type=mode, **config)
     counts = {
         "batch_num_tokens": float(totals.tokens),
@@ -108,7 +112,8 @@ COMPARISONS = (
 # ---- what else it computes -----------------------------------------------------------
 def _advantages(name: str) -> Callable[..., Tensor]:
     """Return the advantages of OpenRLHF's experience maker, as a function of rewards
-    and groups. Every response is one token, and there is no KL penalty.
+    and groups. Each response is one token, there is no KL penalty, and all groups have
+    the size of the first.
     """
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
@@ -173,8 +178,8 @@ def _clamped_k3_with_gradient_of_k2(lp: Tensor, ref: Tensor) -> Tensor:
 
 
 def _gae(which: int, gamma: float, lam: float) -> Callable[..., Tensor]:
-    """Return OpenRLHF's GAE (0) or its returns (1), as a function of rewards, values and
-    mask.
+    """Return OpenRLHF's GAE (which = 0) or its returns (which = 1), as a function of
+    rewards, values and mask.
     """
 
     def answer(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:

@@ -61,6 +61,7 @@ class Engine:
     ring_attn_group = None
 
     def __init__(self, args: Any, micro_batches: int, clip: float):
+        """Keep the settings, and make a mesh of this one process."""
         self.args = args
         self.accumulated_gradient = micro_batches
         self.clip = clip
@@ -70,12 +71,12 @@ class Engine:
         )
 
     def backward(self, loss: torch.Tensor, *_: Any) -> None:
-        # then OpenRLHF sets gradient_accumulation_steps to 1
         """Add the gradient of a micro-batch's loss to the parameters' gradients.
 
         Args:
             loss: a scalar. It is divided by the number of micro-batches, unless batches
-                are dynamic: OpenRLHF divides those itself.
+                are dynamic: OpenRLHF divides those itself, and sets DeepSpeed's
+                gradient_accumulation_steps to 1.
             *_: what else the trainer passes.
         """
         dynamic = self.args.train.dynamic_batch_enable
@@ -391,7 +392,8 @@ def _set_for_rewards(args: Any, n: int, group_size: int, estimator: str) -> None
 
 
 def _train_on_rewards(opened: Opened, rows: Sequence[Row], reference: Any) -> None:
-    """Let OpenRLHF's PPO trainer make experiences of rows, and train on them.
+    """Let OpenRLHF's PPO trainer make experiences of rows, and train on them. The steps
+    are recorded in `opened.steps`.
 
     Args:
         opened: the actor's trainer.
@@ -454,6 +456,7 @@ def patch_ray(classes: Any) -> ExitStack:
 
 
 def _itself(x: Any) -> Any:
+    """Return the argument."""
     return x
 
 
@@ -463,7 +466,9 @@ def _undecorated(cls: Any = None, **_: Any) -> Any:
 
 
 def _response(row: Row) -> dict[str, Any]:
-    """Return a row as OpenRLHF's vLLM engine returns a response."""
+    """Return a row as OpenRLHF's vLLM engine returns a response; each trained token is
+    an action of its own.
+    """
     start = len(row.prompt)
     ranges = [
         (start + i, start + i + 1) for i, trains in enumerate(row.trains) if trains
@@ -518,8 +523,9 @@ def _experience(kind: Any, rows: Sequence[Row]) -> Any:
 
 
 def _import_classes() -> SimpleNamespace:
-    """Import and return OpenRLHF's classes. Meanwhile stand-ins replace the modules
-    that are not called here.
+    """Import and return OpenRLHF's classes. Stand-ins replace the modules that are not
+    called here, until these classes are imported. Raise NotInstalled where OpenRLHF or
+    PEFT cannot be imported.
     """
     with importing("peft"):
         import peft  # noqa: F401

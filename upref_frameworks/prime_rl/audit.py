@@ -87,7 +87,7 @@ def _loss(
     totals: Totals,
 ) -> Tensor:
     """Return the value of the loss as compute_loss has it: each sequence by itself,
-    over the tokens of the batch.
+    their sum divided by the tokens of the batch. What the loss does not read is None.
     """
     settings = SimpleNamespace(**config)
     f = getattr(_losses(), f"{mode}_loss_fn")
@@ -113,6 +113,7 @@ def _penalty_fault(tau: float) -> LossFault:
     """Return the fault of a penalty tau (log r)² on each token."""
 
     def term(batch: Rollouts) -> Tensor:
+        """Return minus the penalty, a scalar that is added to J."""
         # by the promised aggregation: the fault before it changes the term's, too
         log_r = batch.logp - batch.logp_old
         return -tau * aggregate(log_r**2, batch.mask, "seq-mean-token-sum")
@@ -125,7 +126,7 @@ def _penalty_fault(tau: float) -> LossFault:
 
 
 def _masked_by_probability(lp: Any, lp_old: Any, A: Any) -> Any:
-    """Return r A where π_θ moved by at most 0.1, else 0."""
+    """Return r A where π_θ is within 0.1 of the sampler's probability, else 0."""
     return where(abs(exp(lp) - exp(lp_old)) <= 0.1, exp(lp - lp_old) * A, 0 * lp)
 
 

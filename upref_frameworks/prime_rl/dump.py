@@ -128,8 +128,9 @@ def read(path: Path) -> RecordedBatch:
 
 
 def _micro_batch(fields: Any, where: str) -> dict[str, Any]:
-    """Return the fields of one micro-batch by their names; those that are missing are
-    None.
+    """Return the fields of one micro-batch by their names, with None for those that are
+    missing. Raise InputError if it has another number of fields, or its lists differ in
+    length.
     """
     if not isinstance(fields, list) or not NEEDED <= len(fields) <= len(FIELDS):
         raise InputError(
@@ -152,8 +153,8 @@ def _micro_batch(fields: Any, where: str) -> dict[str, Any]:
 
 
 def _trains(part: dict[str, Any]) -> np.ndarray:
-    """Return whether each token of a micro-batch trains. A weight of 0 takes a token
-    out of the loss and of its count.
+    """Return whether each token of a micro-batch trains, [n]: the mask is true there
+    and the weight of the policy loss is not 0. prime-rl counts no token of weight 0.
     """
     mask = np.asarray(part["loss_mask"], dtype=bool)
     if part["rl_weights"] is None:
@@ -162,8 +163,8 @@ def _trains(part: dict[str, Any]) -> np.ndarray:
 
 
 def _groups(ids: np.ndarray, mask: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Return a number for each sample's prompt: its tokens before the first that
-    trains.
+    """Return a number for each sample's prompt: equal where the tokens before the first
+    that trains are. Of a sample that does not train, all tokens count.
     """
     out = []
     for start, end in pairwise(offsets):
@@ -174,8 +175,8 @@ def _groups(ids: np.ndarray, mask: np.ndarray, offsets: np.ndarray) -> np.ndarra
 
 
 def _rewards(path: Path, ids: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
-    """Return the reward of each sample, where the traces of the step have them all; else
-    nothing.
+    """Return {"reward": that of each sample}; {} where there are no traces, or a sample
+    is not found in them.
     """
     traces = path.parent / PATH
     if not traces.is_file():

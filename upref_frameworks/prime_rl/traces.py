@@ -54,12 +54,14 @@ def read_branches(path: Path) -> list[Branch]:
 
 
 def _branches_of(episode: dict[str, Any]) -> Iterator[Branch]:
-    """The branches of an episode's traces."""
+    """Yield the branches of an episode's traces that have tokens: one for each leaf of
+    a trace.
+    """
     for trace in episode["traces"]:
         rewards = (r for r in trace["rewards"].values() if r is not None)
         reward = sum(float(r["score"]) * float(r["weight"]) for r in rewards)
         nodes = trace["nodes"]
-        inner = {node.get("parent") for node in nodes}
+        inner = {node.get("parent") for node in nodes}  # places in `nodes`
         for leaf in range(len(nodes)):
             if leaf not in inner:
                 ids = tuple(_tokens_to(nodes, leaf))
@@ -68,7 +70,9 @@ def _branches_of(episode: dict[str, Any]) -> Iterator[Branch]:
 
 
 def _tokens_to(nodes: list[dict[str, Any]], leaf: int) -> list[int]:
-    """The tokens from the root to a leaf."""
+    """Return the tokens from the root to a leaf. A cycle in the tree, which no trace
+    has, ends after as many steps as there are nodes.
+    """
     path: list[list[int]] = []
     place: int | None = leaf
     while place is not None and len(path) <= len(nodes):

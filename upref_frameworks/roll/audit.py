@@ -79,8 +79,8 @@ def _functions() -> ModuleType:
 
 
 def _modes() -> list[str]:
-    """Return DEFAULT_WORKER, and the values of pg_variant with which the worker's source
-    compares.
+    """Return DEFAULT_WORKER, then the values that the source of the other worker
+    compares pg_variant with.
     """
     return [
         DEFAULT_WORKER,
@@ -103,8 +103,9 @@ def _pipeline_defaults() -> dict[str, Any]:
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """Return the pipeline's defaults that a loss reads. Those of a variant also have
-    what its loss reads from actor_train, by name and default.
+    """Return the defaults of the pipeline in the fields of READ. The default worker
+    also reads a few others; a variant also has what its loss reads from actor_train, by
+    name and default, which stand in the source.
     """
     pipeline = {k: v for k, v in _pipeline_defaults().items() if k in READ}
     if mode == DEFAULT_WORKER:
@@ -116,10 +117,10 @@ def _defaults(mode: str) -> dict[str, Any]:
     read_keys = re.findall(
         rf"_get_or_cache_config\('({mode}_\w+)', (\S+)\)", source(PG)
     )
-    return pipeline | {
-        k: {"True": True, "False": False}[v] if v[0] in "TF" else float(v)
-        for k, v in read_keys
-    }
+    own: dict[str, Any] = {}
+    for key, text in read_keys:
+        own[key] = text == "True" if text in ("True", "False") else float(text)
+    return pipeline | own
 
 
 def _worker(
@@ -192,7 +193,9 @@ def _loss(
 
 
 def _weight_in_unified_bounds(r: Any, A: Any) -> Any:
-    """Return the weight of a token that cispo_use_unified_mask leaves in."""
+    """Return the weight of a token under cispo_use_unified_mask: A times the ratio
+    clipped to [0.9, 1.1] where PPO trains the token, else 0.
+    """
     return when(where(A > 0, r <= 1.1, r >= 0.9), A * clip(r, 0.9, 1.1))
 
 
@@ -317,8 +320,9 @@ COMPARISONS = (
 def _normalized_rewards(
     mean: str | None, std: str | None, group_size: int = 4
 ) -> Callable[..., Tensor]:
-    """Return ROLL's advantages: rewards normalized by a mean and a deviation of these
-    levels, as a function of rewards and groups.
+    """Return ROLL's advantages as a function of rewards and groups: rewards less a
+    mean, over a deviation. Each of the two is of the level "group" or "batch"; None
+    leaves it out.
     """
     return lambda R, group: _functions().reward_norm(R, group_size, {}, mean, std)
 
@@ -334,18 +338,22 @@ def _divided_by(A: Tensor, std: Tensor) -> Tensor:
 
 
 def _over_rewards(R: Tensor, group: Tensor) -> Tensor:
-    """Return rewards less their group's mean, over the deviation of all rewards."""
+    """Return rewards less their group's mean, divided by the standard deviation of all
+    rewards.
+    """
     centred = R - torch.stack([R[group == i].mean() for i in group])
     return _divided_by(centred, R.std())
 
 
 def _over_sample(R: Tensor, group: Tensor) -> Tensor:
-    """Return rewards less the batch's mean, over the sample's deviation (N - 1)."""
+    """Return rewards less the batch's mean, divided by the sample's standard deviation
+    (N - 1).
+    """
     return _divided_by(R - R.mean(), R.std())
 
 
 def _whitened(R: Tensor, group: Tensor) -> Tensor:
-    """Return the rewards as ROLL whitens them over the batch."""
+    """Return the rewards [N] as ROLL whitens them over the batch."""
     return _functions().masked_whiten(R[:, None], torch.ones(len(R), 1))[:, 0]
 
 
@@ -439,7 +447,7 @@ EVERY_SLOT = "slots outside of the response are steps too, with their values"
 
 
 def _parts() -> tuple[Component, ...]:
-    """The parts of ROLL that are compared by themselves, such as its advantages."""
+    """Return the parts of ROLL that are compared by themselves, such as its advantages."""
     equal = ("uneven", "one")  # its groups are of one size
     return (
         Component(

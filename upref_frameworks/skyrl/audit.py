@@ -72,21 +72,22 @@ def _utils() -> ModuleType:
 
 
 def _settings(mode: str, config: dict[str, Any]) -> Any:
-    """Return an AlgorithmConfig with these fields."""
+    """Return an AlgorithmConfig with these fields. A field that it does not have
+    belongs to the section of the loss, such as `cispo`.
+    """
     settings = importlib.import_module("skyrl.train.config").AlgorithmConfig(
         policy_loss_type=mode
     )
     for key, value in config.items():
-        setattr(
-            settings if hasattr(settings, key) else getattr(settings, OWN[mode]),
-            key,
-            value,
-        )
+        owner = settings if hasattr(settings, key) else getattr(settings, OWN[mode])
+        setattr(owner, key, value)
     return settings
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """Return the defaults of AlgorithmConfig that the loss of this mode reads."""
+    """Return the defaults of AlgorithmConfig in the fields of READ, and those of the
+    section of the loss, where it has one.
+    """
     settings = importlib.import_module("skyrl.train.config").AlgorithmConfig()
     return {k: getattr(settings, k) for k in READ} | (
         asdict(getattr(settings, OWN[mode])) if mode in OWN else {}
@@ -104,7 +105,9 @@ def _loss(
     group: Tensor,
     totals: Totals,
 ) -> Tensor:
-    """Return the value of SkyRL's loss in this mode on tensors."""
+    """Return the value of SkyRL's loss in this mode on tensors, with its KL term if
+    that is on, reduced as in the whole mini-batch.
+    """
     utils = _utils()
     cfg = _settings(mode, config)
     mask = mask.to(log_prob.dtype)
@@ -129,13 +132,8 @@ def _loss(
         kl = utils.compute_approx_kl(
             log_prob, ref_log_prob, mask, cfg.kl_estimator_type
         )
-        value = (
-            value
-            + cfg.kl_loss_coef
-            * utils.masked_mean(kl, mask, dim=-1).mean()
-            * len(mask)
-            / totals.sequences
-        )
+        mean_kl = utils.masked_mean(kl, mask, dim=-1).mean()
+        value = value + cfg.kl_loss_coef * mean_kl * len(mask) / totals.sequences
     return value
 
 
@@ -151,8 +149,8 @@ def _order_by_prompt(group: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
 def _factor_of_micro_batch(
     reduction: str, mask: Tensor, group: Tensor, totals: Totals
 ) -> Tensor | float:
-    """Return the factor that makes the reduction of a micro-batch that of the whole
-    mini-batch.
+    """Return the factor that turns the reduction of a micro-batch into its part of the
+    whole mini-batch's: a number, or [B, 1] for prompt_mean.
     """
     if reduction == "token_mean":
         return mask.sum() / totals.tokens
@@ -166,7 +164,9 @@ def _factor_of_micro_batch(
 
 
 def _near_bound(batch: Rollouts) -> Tensor:
-    """Return the tokens that rounding may move across the bound."""
+    """Return the tokens so near to the bound 0.05 of dppo_kl that rounding may move
+    them across it, [B, T].
+    """
     return (binary_kl(batch.logp, batch.logp_old) - 0.05).abs() < 1e-5
 
 

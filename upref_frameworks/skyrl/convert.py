@@ -137,7 +137,9 @@ def to_recorded_batch(
 
 
 def _groups(boundaries: list[tuple[int, int]], rows: int, file: str) -> Tensor:
-    """Return the number of each row's prompt."""
+    """Return the number of each row's prompt, [rows]. Raise InputError where the
+    boundaries leave a row out.
+    """
     prompt_numbers = torch.full((rows,), -1)
     for number, (start, end) in enumerate(boundaries):
         prompt_numbers[start:end] = number
@@ -149,7 +151,7 @@ def _groups(boundaries: list[tuple[int, int]], rows: int, file: str) -> Tensor:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Convert files into a folder; print the path of each.
+    """Convert SkyRL's dumps into files of a folder, and print the path of each.
 
     Args:
         arguments: of the command line; None: those of the process.

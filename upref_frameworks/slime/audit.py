@@ -63,13 +63,14 @@ def _loss(
     ref_log_prob: Tensor,
     totals: Totals,
 ) -> Tensor:
-    """Return the value of policy_loss_function: sequences one after the other, each
-    without its padding.
+    """Return the value of policy_loss_function, with its KL term if that is on.
+    Sequences stand one after the other, each without its padding; the sum is divided by
+    the tokens or the responses of the mini-batch.
     """
     eps = config["eps_clip"]
     high = config["eps_clip_high"]
     c = config["eps_clip_c"]
-    high = eps if high is None else high  # as its arguments are validated
+    high = eps if high is None else high  # as slime does when it validates arguments
     ppo = _ppo()
     per_token = config["calculate_per_token_loss"]
 
@@ -158,7 +159,7 @@ COMPARISONS = (
 
 
 def _log_probs(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """Return slime's log-probabilities, row by row."""
+    """Return slime's log-probabilities of logits [B, T, V], row by row, [B, T]."""
     f = vars(_ppo())["_calculate_log_probs_and_entropy_chunk"]
     rows = [
         f(x / temperature, t, None, with_entropy=False, log_prob_keep_mask=None)[0]

@@ -64,7 +64,9 @@ def recognizes(path: Path) -> bool:
 
 
 def _contains(archive: zipfile.ZipFile, name: str, key: bytes) -> bool:
-    """Return whether an entry of the archive contains these bytes."""
+    """Return whether an entry of the archive contains these bytes. It is read in parts,
+    and the end of each is kept for bytes that are in two parts.
+    """
     with archive.open(name) as file:
         end = b""
         while part := file.read(PART):
@@ -146,7 +148,9 @@ def read(path: Path) -> RecordedBatch:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Load a file of --save-debug-train-data; refuse any other."""
+    """Load a file of --save-debug-train-data. Raise InputError for any other file, and
+    for another format_version than 2.
+    """
     contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     is_dump = (
         isinstance(contents, dict)
@@ -165,7 +169,9 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _flat(value: Any) -> Tensor:
-    """Return a list or tensor of numbers as a tensor [n]."""
+    """Return a list or tensor of numbers as a tensor [n]. Raise InputError if there are
+    more than MOST.
+    """
     out = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
     if out.numel() > MOST:
         raise InputError(
@@ -175,7 +181,10 @@ def _flat(value: Any) -> Tensor:
 
 
 def _samples_of_rank(data: dict[str, Any], path: Path) -> list[dict[str, Any]]:
-    """Return miles' lists of one rank as one dictionary for each sample."""
+    """Return miles' columns of one rank as one dict for each sample. Entries that have
+    no value for each sample are left out, and so is `raw_reward`. Raise InputError
+    where there are no tokens.
+    """
     n = len(data["loss_masks"])
     columns = {
         k: v
@@ -190,7 +199,9 @@ def _samples_of_rank(data: dict[str, Any], path: Path) -> list[dict[str, Any]]:
 
 
 def _groups(samples: list[dict[str, Any]], lengths: list[int]) -> Tensor:
-    """Return a number for each sample's prompt: the tokens before the response."""
+    """Return a number for each sample's prompt: equal where the tokens before the
+    response are.
+    """
     out = []
     for sample, n in zip(samples, lengths, strict=True):
         ids = _flat(sample["tokens"])
@@ -199,7 +210,9 @@ def _groups(samples: list[dict[str, Any]], lengths: list[int]) -> Tensor:
 
 
 def _rewards(contents: dict[str, Any], samples: list[dict[str, Any]]) -> Tensor | None:
-    """Return the raw reward of each sample, or None: `rewards` is normalized already."""
+    """Return the raw reward of each sample, [N]; None where the file does not say which
+    it is. The column `rewards` is normalized already.
+    """
     if all("local_raw_reward" in s for s in samples):
         return torch.tensor(
             [float(s["local_raw_reward"]) for s in samples], dtype=torch.float64
@@ -215,7 +228,9 @@ def _rewards(contents: dict[str, Any], samples: list[dict[str, Any]]) -> Tensor 
 def _layout(
     shards: list[dict[str, Any]], samples: list[dict[str, Any]]
 ) -> dict[str, Tensor]:
-    """Return rank and micro-batch of each sample, from its position in the rollout."""
+    """Return the rank of each sample, and its micro-batch if each sample has one, by
+    the sample's position in the rollout; {} where the positions are not recorded.
+    """
     if not all(s.get("rollout_position") is not None for s in samples):
         return {}
     place = {s["rollout_position"]: i for i, s in enumerate(samples)}

@@ -87,12 +87,13 @@ def mute_trainer(trainer: str, package: str, **environment: str) -> Iterator[Non
         os.environ.update(before)
 
 
-OURS = ("upref", "upref_frameworks")
+OURS = ("upref", "upref_frameworks")  # top-level packages whose errors stay as they are
 
 
 def _raised_by(error: Exception, package: str) -> bool:
-    """Return whether the error comes from this package: of its code and ours, its code
-    is the last on the way to the error. What it calls counts as its own.
+    """Return whether an error comes from this package: of the package and ours, it has
+    the innermost frame in the traceback. An error of other code that the package calls
+    counts as its own.
     """
     last = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -201,7 +202,9 @@ def _rank(
     temperature: float,
     fields: dict[str, Any],
 ) -> None:
-    """Do the step as rank index + 1, on the rows of that rank."""
+    """Join the group as rank index + 1 and do the step on the rows of that rank; what
+    it returns is dropped.
+    """
     torch.set_num_threads(1)
     # what is handed to a process stays in memory that both share
     model = copy.deepcopy(model)

@@ -93,7 +93,7 @@ def command(args: Namespace) -> int:
 
 
 def _say(sentence: str) -> None:
-    """Print a line after the report, unless the reader has closed the pipe."""
+    """Print a line after the report; do nothing if the reader has closed the pipe."""
     try:
         print(sentence)
         if sys.stdout is not None:
@@ -103,7 +103,9 @@ def _say(sentence: str) -> None:
 
 
 def _report_on_step(args: Namespace) -> StepReport:
-    """Return the report on the step and the model that the arguments name."""
+    """Load the step and the model that the arguments name, and return the report of
+    check_step. Raise InputError for what is no hyperparameter.
+    """
     hp = hyperparameters(args.hp)
     for name in ("step", "model", "objective", "temperature", "without"):
         if name in hp:
@@ -135,7 +137,7 @@ def ranks_of_torchrun() -> Iterator[Rank]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield Rank()
         return
-    # all on this machine
+    # all ranks are on this machine
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         os.environ.update(on_loopback())
     store, number, size = next(dist.rendezvous("env://", timeout=WAIT))

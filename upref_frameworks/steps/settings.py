@@ -12,20 +12,31 @@ from upref.step.inputs.families import FAMILIES
 
 @dataclass(frozen=True)
 class Setting:
-    """One run of a trainer, and the objective whose gradient its step should be."""
+    """One run of a trainer, and the objective whose gradient its step should be.
+
+    Attributes:
+        name: as the table prints it.
+        family: of the model, a key of FAMILIES.
+        fields: of the trainer's configuration.
+        model: of the model's configuration.
+        objective: the name of the one that is meant.
+        hp: hyperparameters of the objective.
+        goal: beta, entropy_coef, clip and scale, as of `check_step`.
+        rows: `truncated`, `holes` or `prompts`: how the rows are made.
+        step: number of the optimizer step that is compared, from 0; at 1, r is off 1.
+        half: whether the trainer computes in bfloat16.
+    """
 
     name: str
     family: str = "qwen3"
-    # of the trainer's configuration
     fields: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)  # of the model's
+    model: dict[str, Any] = field(default_factory=dict)
     objective: str = "dapo"
     hp: dict[str, Any] = field(default_factory=dict)
-    # beta, entropy_coef, clip, scale
     goal: dict[str, Any] = field(default_factory=dict)
-    rows: dict[str, Any] = field(default_factory=dict)  # truncated, holes
-    step: int = 1  # the optimizer step that is compared: at 1, r is off 1
-    half: bool = False  # computed in bfloat16
+    rows: dict[str, Any] = field(default_factory=dict)
+    step: int = 1
+    half: bool = False
 
 
 PPO = dict(eps_high=0.2)  # TRL's epsilon on both sides
@@ -142,6 +153,9 @@ def verl() -> Iterator[Setting]:
 
     def s(name: str, family: str = "qwen3", actor: Fields = None, engine: Fields = None, model_config: Fields = None,
           more: Fields = None, **k: Any) -> Setting:
+        """Make a setting of verl with PPO's hyperparameters, unless others are given;
+        the fields of `more` are of none of its three configurations.
+        """
         fields = dict(actor=actor or {}, engine=engine or {}, model_config=model_config or {}) | (more or {})
         return Setting(name, family, fields, **dict(hp=PPO) | k)
 

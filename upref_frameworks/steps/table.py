@@ -26,7 +26,7 @@ from upref_frameworks.steps.settings import TRAINERS, Setting
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """One line of the table."""
+    """How one setting ended: one line of the table."""
 
     setting: str
     family: str
@@ -135,7 +135,9 @@ def run(
 
 
 def _outcome_of(trainer: str, setting: Setting) -> StepOutcome:
-    """Run one setting and turn its report, or the error in its place, into a line."""
+    """Run one setting; return its report, or the error in its place, as a line of the
+    table.
+    """
     outcome = StepOutcome(setting.name, setting.family, None)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -203,15 +205,17 @@ def run_setting(trainer: str, setting: Setting) -> StepReport:
 
 
 def command(args: Namespace) -> int:
-    """Run `upref step TRAINER`.
+    """Run `upref step TRAINER`: print each outcome and a summary, or JSON; with --list
+    print the settings alone.
 
     Args:
         args: its options.
 
     Returns:
-        The exit status: 1 where a setting differs, 2 where none could run or upref
-        itself failed. With `--against` it is 1 where a setting ends otherwise than in
-        the records, and 0 where none does; 2 stays.
+        The exit status: 0 where a setting agrees and none differs, 1 where a setting
+        differs, 2 where none could run or upref itself failed. With `--against` it is 1
+        where a setting ends otherwise than in the records, and 0 where none does; 2
+        stays.
     """
     if args.list:
         print(
@@ -310,7 +314,7 @@ def changed_ends(
 
 
 def _ending(error: float | None, cause: str) -> str:
-    """Return in words how a setting ended."""
+    """Return how a setting ended: `does not run`, `differs` or `agrees`."""
     if error is None:
         return "does not run"
     return "differs" if cause else "agrees"

@@ -116,7 +116,9 @@ def _configuration(model: Any, net: Any, how: dict[str, Any]) -> Any:
 
 
 def _with_small_adapters(tiny: nn.Module, peft_config: Any) -> nn.Module:
-    """Return the model with PEFT's adapters of a small rank, without dropout."""
+    """Return the model with PEFT's adapters of rank 4, at random and without dropout.
+    `peft_config` stays as it is.
+    """
     from peft import get_peft_model
 
     small = copy.deepcopy(peft_config)
@@ -128,7 +130,9 @@ def _with_small_adapters(tiny: nn.Module, peft_config: Any) -> nn.Module:
 
 
 def _shrunk(config: Any) -> Any:
-    """Return a copy of the configuration with small sizes. What is not a size stays."""
+    """Return a copy of the configuration with two layers and small sizes, without
+    dropout and without the loss of a router. What is not a size stays.
+    """
     original = config.to_dict()
     name = original["model_type"].removesuffix("_text")
     fields_of_family = FAMILIES[name][1] if name in FAMILIES else SIZES

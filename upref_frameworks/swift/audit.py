@@ -89,15 +89,15 @@ def _module() -> ModuleType:
 
 
 def _source(path: str) -> str:
-    """Return the text of a file of the package, by its path beside the trainers'
-    folder.
+    """Return the text of a file of the package, by its path relative to the folder
+    above the trainers'.
     """
     return source(TRAINERS + "grpo_trainer", path, up=1)
 
 
 def _modes() -> list[str]:
-    """Return the names with which the trainer's source compares self.loss_type, and
-    those normalized by the window.
+    """Return the values that the trainer's source compares self.loss_type with, and
+    those of WINDOW_NORMALIZED_LOSS_TYPES, in alphabetical order.
     """
     compared_with = re.findall(
         r"self\.loss_type (?:==|in) ('\w+'|\[.*?\])",
@@ -173,8 +173,8 @@ def _loss(
     totals: Totals,
     num_micro_batches: int,
 ) -> Tensor:
-    """Return the trainer's loss of these log-probabilities, divided as by transformers'
-    Trainer.
+    """Return the trainer's loss of these log-probabilities, divided by the number of
+    micro-batches as transformers' Trainer does.
     """
     trainer = _trainer(mode, config, num_micro_batches)
     vars(trainer)[GIVEN] = lambda *_, **__: (log_prob, None)
@@ -262,13 +262,15 @@ def _dynamic_advantages(estimator: str, scale: str) -> Callable[..., Tensor]:
 
 
 def _over_rewards(R: Tensor, group: Tensor) -> Tensor:
-    """Return rewards less their group's mean, over the deviation of all rewards."""
+    """Return rewards less their group's mean, divided by the standard deviation of all
+    rewards.
+    """
     centred = R - torch.stack([R[group == i].mean() for i in group])
     return centred / (R.std() + 1e-4)
 
 
 def _teacher_kl(lp: Tensor, ref: Tensor) -> Tensor:
-    """Return ms-swift's KL term of a teacher, in the order of the reference."""
+    """Return ms-swift's KL term of a teacher, [B, T]; it takes the teacher first."""
     return _advantage_module().compute_teacher_kl_per_token(
         ref, lp, torch.ones_like(lp)
     )

@@ -76,7 +76,9 @@ def _loss(
     ref_log_prob: Tensor,
     num_micro_batches: int,
 ) -> Tensor:
-    """Return the value of TorchRL's loss in this mode on tensors."""
+    """Return the value of TorchRL's loss in this mode on tensors: the sum of its terms,
+    divided by the number of micro-batches.
+    """
     bounds = (config["clip_epsilon_low"], config["clip_epsilon_high"])
     settings = {k: v for k, v in config.items() if not k.startswith("clip_epsilon")}
     dist = SimpleNamespace(mask=mask, log_prob=lambda action: log_prob)
@@ -97,7 +99,9 @@ def _loss(
 
 
 def _clipped_ratio_fault(low: float, high: float) -> LossFault:
-    """Return the fault of a clipped ratio that is differentiated."""
+    """Return the fault of a clipped ratio that is differentiated, so that tokens
+    outside of [low, high] have no gradient.
+    """
     objective = replace(
         get("cispo"),
         name=f"clip(r, {low:g}, {high:g}) A, differentiated",
@@ -165,7 +169,10 @@ COMPARISONS = (
 
 
 def _advantages(R: Tensor, group: Tensor) -> Tensor:
-    """Return the advantages of MCAdvantage. Each response is a trajectory of one step."""
+    """Return the advantages of MCAdvantage, which waits for all responses of a group.
+    Each response is a trajectory of one step, and all groups have the size of the
+    first.
+    """
     td = importlib.import_module("tensordict")
     n = int((group == group[0]).sum())
     transform = _llm().MCAdvantage(grpo_size=n)
@@ -185,23 +192,23 @@ def _advantages(R: Tensor, group: Tensor) -> Tensor:
 
 
 def _normalized_with_floor(R: Tensor, group: Tensor) -> Tensor:
-    """Return group-normalized rewards whose deviation is 1e-6 at least."""
+    """Return group-normalized rewards whose standard deviation counts as 1e-6 at least.
+    The rows of a group stand together, in the order of the groups.
+    """
 
     def std_with_floor(x: Tensor) -> Tensor:
         """Return the standard deviation, 1e-6 at least."""
         return x.std().clamp_min(1e-6)
 
-    return torch.cat(
-        [
-            (x - x.mean()) / std_with_floor(x)
-            for group_id in group.unique()
-            for x in [R[group == group_id]]
-        ]
-    )
+    normalized = []
+    for group_id in group.unique():
+        x = R[group == group_id]
+        normalized.append((x - x.mean()) / std_with_floor(x))
+    return torch.cat(normalized)
 
 
 def _without_eps(R: Tensor, group: Tensor) -> Tensor:
-    """Return group_norm of the sample's deviation without an eps."""
+    """Return group_norm by the sample's standard deviation (G - 1), without an eps."""
     return advantage("group_norm")(R, group, ddof=1, eps=0.0)
 
 

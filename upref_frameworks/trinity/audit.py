@@ -62,8 +62,8 @@ def _losses() -> Any:
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """Return the arguments of the loss's class, replaced by its default_args(), which a
-    run without arguments gets.
+    """Return the arguments of the loss's class with their defaults. Those of its
+    default_args(), which a run without arguments gets, replace them.
     """
     cls = _losses().get(mode)
     return arguments(cls.__init__, "backend") | cls.default_args()
@@ -89,8 +89,9 @@ def _loss(
 
 
 def _token_sums(batch: Rollouts) -> Tensor:
-    """Return a scale [B, 1] that adds up the token means of the micro-batches: all
-    tokens over those of the micro-batch that has the response.
+    """Return the factor of each response [B, 1] by which the sum of the micro-batches'
+    token means differs from the token mean: all tokens over those of the response's
+    micro-batch.
     """
     scales = [
         (batch.mask.sum() / m.mask.sum()).expand(len(m.mask), 1)
@@ -120,8 +121,8 @@ TOKEN = replace(
 
 
 def _gate(r: Any, A: Any, tau_pos: Any, tau_neg: Any) -> Any:
-    """Return SAPO's gate of a ratio: 4 / tau σ(tau (r - 1)), with the tau of the sign
-    of A.
+    """Return SAPO's gate of a ratio: 4 / tau times σ(tau (r - 1)), with tau_pos where A
+    > 0 and tau_neg elsewhere.
     """
     return where(
         A > 0,
@@ -244,6 +245,7 @@ def _advantages_of_batch(name: str) -> Callable[..., Tensor]:
     """
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
+        """Return the advantages that Trinity gives these rewards, computed in float32."""
         estimator = _module("advantage_fn").ADVANTAGE_FN.get(name)()
         ones = torch.ones(len(R), 1)
         batch = {"token_level_rewards": R[:, None].float(), "response_mask": ones}
@@ -262,6 +264,9 @@ def _estimator_that_keeps_single_rewards(
     """
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
+        """Return the advantages of `promise`, but of a response without a peer its
+        reward over 1 + eps.
+        """
         A = advantage(promise)(R, group, **hp)
         _, index, size = group.unique(return_inverse=True, return_counts=True)
         is_alone = size[index] == 1

@@ -183,6 +183,7 @@ class TRL:
         return other
 
     def _fields(self, case: "Case") -> dict[str, Any]:
+        """Return the fields of GRPOConfig for a case, with the changed ones in them."""
         return {**self.config(case), **self.changed}
 
     def step(self, model: Any, rows: list[Any], case: "Case") -> None:
@@ -198,6 +199,7 @@ class TRL:
             trainer = make_trainer(model, self._fields(case), folder)
 
             def given_batch(_: Any) -> dict[str, Any]:
+                """Return the rows as the generation batch; nothing is generated."""
                 return batch(rows, trainer.accelerator)
 
             trainer._generate_and_score_completions = given_batch  # noqa: SLF001
@@ -270,7 +272,9 @@ def sampled(rows: list[Any], rewards: list[Any]) -> dict[str, Callable[..., Any]
     }
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Return the rows as the sampler's."""
+        """Return the rows as what the sampler generated; the prompts are not read.
+        Tokens that do not train are in `env_mask`.
+        """
         batch = {
             "prompt_ids": [row.prompt for row in rows],
             "completion_ids": [row.response for row in rows],
@@ -409,7 +413,7 @@ def pad(lists: list[Any], value: float, side: str = "right") -> torch.Tensor:
 
 @contextlib.contextmanager
 def mute() -> Iterator[None]:
-    """Run without warnings and output."""
+    """Run without warnings, logged warnings and output."""
     logging.disable(logging.WARNING)
     silent = io.StringIO()
     with (

@@ -45,7 +45,9 @@ UNCLIPPED = 1e30  # RLOOTrainer cannot switch its clip off
 
 
 def _product_clip_fault(eps: float) -> LossFault:
-    """Return the fault of a clip on the product of ratios."""
+    """Return the fault of a PPO clip on the product of a response's ratios. At a large
+    eps nothing is clipped, and the words say so.
+    """
     if eps < 1:
         words = "PPO's clip on the product of the response's ratios"
     else:
@@ -137,8 +139,8 @@ OUT_OF_SCOPE = {
 
 
 def _modes() -> list[str]:
-    """Return every loss_type, RLOOTrainer, and the packages of trl.experimental that
-    define a trainer of these families.
+    """Return every loss_type, `rloo`, and the packages of trl.experimental that define
+    a trainer derived from GRPO's or RLOO's, in alphabetical order.
     """
     root = Path(import_trl().__path__[0]) / "experimental"
     family = re.compile(
@@ -204,8 +206,9 @@ def _advantages(trainer: type, **settings: Any) -> Callable[..., Tensor]:
     """Return the statements of the trainer's own method that make advantages, as a
     function of rewards and groups.
 
-    They stand in the middle of a method that samples and scores. `settings` are the
-    attributes of the trainer that they read.
+    They stand in the middle of a method that samples and scores: from the first statement
+    on the grouped rewards to the one that replaces NaN. `settings` are the attributes of
+    the trainer that they read.
     """
     lines = inspect.getsource(
         vars(trainer)["_generate_and_score_completions"]
@@ -250,14 +253,16 @@ def _advantages(trainer: type, **settings: Any) -> Callable[..., Tensor]:
 
 
 def _over_batch(R: Tensor, group: Tensor) -> Tensor:
-    """Return GRPOConfig.scale_rewards="batch": group-centred rewards over the deviation
-    of all, after Lite PPO (arXiv 2508.08221).
+    """Return GRPOConfig.scale_rewards="batch": rewards less their group's mean, divided
+    by the standard deviation of all rewards, after Lite PPO (arXiv 2508.08221).
     """
     return group_mean(R, group) / (R.std(correction=1) + 1e-4)
 
 
 def _part(mode: str, found: Any, promise: Any, **more: Any) -> Component:
-    """Return advantages to compare, but not in uneven groups or groups of one."""
+    """Return a component of advantages, which is not compared in uneven groups or
+    groups of one.
+    """
     return Component(
         "advantages",
         mode,
@@ -270,7 +275,9 @@ def _part(mode: str, found: Any, promise: Any, **more: Any) -> Component:
 
 
 def _labels(mask: Tensor) -> Tensor:
-    """Return labels that leave out what the mask leaves out."""
+    """Return labels of a language model, [B, T]: -100, which losses leave out, where
+    the mask is false.
+    """
     return torch.where(mask, 0, -100)
 
 
@@ -304,7 +311,7 @@ def _of_sdpo(function: str, **settings: Any) -> Callable[..., Tensor]:
 
 
 def _sampled_of_sdpo(student: Tensor, teacher: Tensor, tokens: Tensor) -> Tensor:
-    """Return SDPO's loss of sampled tokens, [B, T]."""
+    """Return SDPO's loss of sampled tokens, [B, T], at alpha = 1: the reverse KL."""
     module = importlib.import_module("trl.experimental.sdpo.loss_utils")
     return module.compute_sampled_token_self_distillation_loss(
         student, teacher, tokens, distillation_alpha=1.0
@@ -312,8 +319,8 @@ def _sampled_of_sdpo(student: Tensor, teacher: Tensor, tokens: Tensor) -> Tensor
 
 
 def _floored_tail(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
-    """Return the forward KL over the student's 3 most likely tokens and the rest, which
-    has at least 1e-7.
+    """Return the forward KL over the student's 3 most likely tokens and the rest, whose
+    probability is at least 1e-7; the mean over the tokens.
     """
     lp, lp_teacher = student.log_softmax(-1), teacher.log_softmax(-1)
     top = lp.topk(3, -1).indices

@@ -179,7 +179,7 @@ def _tiny_model_and_tokenizer() -> tuple[Any, Any]:
 @lru_cache(64)
 def _trainer(cls: type, settings: tuple[tuple[str, Any], ...]) -> Any:
     """Return a real trainer, built by its own constructor, with these fields of its
-    config.
+    config. It is cached: callers share it. Raise InputError where TRL refuses a field.
     """
     from datasets import Dataset
 
@@ -240,6 +240,7 @@ class _StandIn(torch.nn.Module):
         self.out = SimpleNamespace(log_probs=log_probs, entropy=entropy, aux_loss=None)
 
     def forward(self, **_: Any) -> SimpleNamespace:
+        """Return the same namespace in each call: log_probs, entropy, and no aux_loss."""
         return self.out
 
 
@@ -274,6 +275,7 @@ def trl_loss(
     """
     cls, fields = trainer_of(name)
     trainer = _trainer(cls, tuple(sorted((fields | settings).items())))
+    # the trainer is shared: what is set on it here is set again in each call, or restored
     totals = batch.totals or Totals.of(batch.mask)
     rows = len(batch.mask)
     steps = int(totals.sequences) // rows
@@ -335,8 +337,8 @@ OF_TOKENS = (
 
 
 def _with_tool_mask(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs with the holes of responses in a mask of their own, as TRL gives
-    them where tools answer within a response.
+    """Return the inputs with the holes of responses in `tool_mask`, and each response
+    whole in `completion_mask`, as TRL gives them where tools answer within a response.
     """
     tokens = inputs["completion_mask"]
     ends = tokens.flip(1).cumsum(1).flip(1)
@@ -345,23 +347,25 @@ def _with_tool_mask(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_old(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs without old log-probabilities, as on policy."""
+    """Return the inputs without old log-probabilities, as TRL gives them on policy."""
     return {k: x for k, x in inputs.items() if k != "old_per_token_logps"}
 
 
 def _of_one_advantage(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs with advantages [B], those of the first tokens."""
+    """Return the inputs with advantages [B]: that of each response's first token."""
     first = inputs["completion_mask"].argmax(1, keepdim=True)
     return inputs | {"advantages": inputs["advantages"].gather(1, first)[:, 0]}
 
 
 def _importance_ratios(rows: int) -> Tensor:
-    """Return ratios of the responses, of 0.5 to 2, [B, 1]."""
+    """Return importance ratios of responses, [B, 1]: 0.5, 1, 1.5, 2, 0.5, ..."""
     return 0.5 + torch.arange(rows, dtype=torch.float64)[:, None] % 4 / 2
 
 
 def _with_ratios(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs with what TRL adds where vLLM sampled."""
+    """Return the inputs with what TRL adds where vLLM sampled: log-probabilities of the
+    sampler and importance ratios.
+    """
     old = inputs["old_per_token_logps"]
     return inputs | {
         "sampling_per_token_logps": old,
@@ -370,7 +374,7 @@ def _with_ratios(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_holes(batch: Rollouts) -> Rollouts:
-    """Return the batch without the second token of each response of three and more."""
+    """Return the batch without the second token of each response of three or more."""
     place = batch.mask.cumsum(1)
     has_hole = (place == 2) & (batch.mask.sum(1, keepdim=True) > 2)
     return batch.but(mask=batch.mask & ~has_hole)
@@ -533,22 +537,21 @@ def make_loss(
         return partial(call, change=change)
 
     def call(full: dict[str, Any], moved: dict[str, Any], change: Any = None) -> Tensor:
-        """Return TRL's loss of a batch. `moved`: hyperparameters over hp. `change`: of
-        the inputs.
+        """Return TRL's loss of a batch.
+
+        Args:
+            full: the tensors and counts of the batch, by name.
+            moved: hyperparameters over `hp`.
+            change: of the inputs, as of `trl_loss`.
         """
         batch = Bare(
-            **{
-                k: full[k]
-                for k in (
-                    "logp",
-                    "logp_old",
-                    "mask",
-                    "totals",
-                    "adv",
-                    "logp_ref",
-                    "entropy",
-                )
-            }
+            logp=full["logp"],
+            logp_old=full["logp_old"],
+            adv=full["adv"],
+            mask=full["mask"],
+            totals=full["totals"],
+            logp_ref=full["logp_ref"],
+            entropy=full["entropy"],
         )
         return trl_loss(
             mode, batch, padding=None, change=change, **settings(hp | moved)

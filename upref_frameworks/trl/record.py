@@ -203,8 +203,8 @@ class Hooks:
         return loss
 
     def _tried(self, work: Callable[[], None]) -> None:
-        """Call `work`. An error is kept until the step ends, where all ranks learn of
-        it.
+        """Call `work`, unless an error is kept already. An error of it is kept until
+        the step ends, where all ranks learn of it.
         """
         try:
             if self.error is None:
@@ -214,11 +214,12 @@ class Hooks:
 
     # ---- what is kept ----------------------------------------------------------------
     def _label(self, generated: dict[str, Any]) -> None:
-        """Let each generated response carry its reward, its prompt and the step of its
-        weights.
+        """Let each generated response carry the number of its prompt, the step of its
+        weights, and its reward where each completion has one. TRL shuffles these with
+        the batch.
         """
         trainer = self.trainer
-        n = len(generated["completion_ids"])
+        n = len(generated["completion_ids"])  # of this rank
         first = n * trainer.accelerator.process_index
         numbers = torch.arange(first, first + n)
         device = generated["completion_ids"].device
@@ -231,7 +232,7 @@ class Hooks:
             generated[KEY.format("reward")] = total[first : first + n].to(device)
 
     def _keep(self, inputs: dict[str, Any]) -> None:
-        """Keep a micro-batch; its gradient arrives in the backward pass."""
+        """Keep a micro-batch on the CPU; its gradient arrives in the backward pass."""
         lp, entropy = self.forward[:2]
         completion_mask = inputs["completion_mask"]
         if "tool_mask" in inputs:
@@ -276,7 +277,9 @@ class Hooks:
             self.trainer._metrics["train"][name].append(value)
 
     def _batch(self, loss: float) -> RecordedBatch:
-        """Return the step of this rank, with the loss of all."""
+        """Return the recorded step of this rank, with the loss over all ranks. Raise
+        the error that was kept, if there is one.
+        """
         if self.error is not None:
             raise self.error
         trainer = self.trainer
@@ -303,7 +306,8 @@ class Hooks:
         )
 
     def _counts(self, ranks: int) -> dict[str, float]:
-        """Return the counts of a step as TRL documents them.
+        """Return the counts of a step as TRL documents them, over all ranks: ranks,
+        responses, and the tokens where they are known.
 
         Its tokens are the mean over the steps of a generation batch.
         """

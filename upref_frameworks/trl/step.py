@@ -185,13 +185,17 @@ def expected_rows(
 
 
 def _unfed(rows: Sequence[Row], steps: Sequence[Sequence[Row]]) -> list[int]:
-    """Return which rows of a generation batch none of its optimizer steps trained on."""
+    """Return the places of those rows of a generation batch that none of its optimizer
+    steps trained on.
+    """
     fed = [row.ids for step in steps for row in step]
     return [i for i, row in enumerate(rows) if row.ids not in fed]
 
 
 def _log_probs(seen: Recorded, n: int, rows: Sequence[Row], T: float) -> list[Any]:
-    """Return the rows' log-probabilities by the weights of recorded step n."""
+    """Return the rows' log-probabilities by the weights of recorded step n, at
+    temperature T: a tensor for each row.
+    """
     return Forward(with_weights(seen.model, seen.steps[n]), list(rows), T).lp()
 
 

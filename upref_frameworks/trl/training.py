@@ -147,10 +147,10 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is untyped here
         self._forward: tuple[Any, ...] = ()
 
     def _check_twin(self, model: Any, args: Any, peft_config: Any) -> None:
-        """ParityError where one step of a two-layer twin of this run has another
-        gradient than the objective.
+        """Compare one step of a two-layer twin of this run with the objective; raise
+        ParityError where the gradient is another, and log the error where it is not.
         """
-        # whatever a class of yours asks for
+        # without the arguments that the constructor of a user's class asks for
         bare = type("Twin", (type(self),), {"__init__": GRPOTrainer.__init__})
         report = trl_twin(
             bare, self.objective, self.hyperparameters, model, args, peft_config
@@ -167,6 +167,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is untyped here
     def _get_per_token_logps_and_entropies(
         self, *args: Any, **kw: Any
     ) -> tuple[Any, ...]:
+        """Call TRL's method, and keep what it returns in `self._forward`."""
         self._forward = super()._get_per_token_logps_and_entropies(*args, **kw)
         return self._forward
 
@@ -259,8 +260,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is untyped here
     def _totals(
         self, inputs: dict[str, Any], mask: Tensor, mode: str
     ) -> tuple[Totals, int]:
-        """Counts of the optimizer step over all ranks, as TRL's losses count, and the
-        number of ranks.
+        """Return the counts of the optimizer step over all ranks, as TRL's losses
+        count, and the number of ranks.
 
         In evaluation a batch stands by itself.
         """
@@ -272,7 +273,9 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is untyped here
         return Totals(tokens, len(mask) * steps * ranks, 1, tokens), ranks
 
     def _log_over_ranks(self, metrics: dict[str, float], mode: str) -> None:
-        """Means over the ranks, of parity the largest."""
+        """Log each metric for TRL: the mean over the ranks, or the largest if it is one
+        of parity.
+        """
         values = torch.tensor([list(metrics.values())], device=self.accelerator.device)
         of_ranks = self.accelerator.gather(values)
         for key, mean, most in zip(

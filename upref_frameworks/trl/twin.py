@@ -86,6 +86,7 @@ def trl_twin(
             acc = settings["gradient_accumulation_steps"]
             micro_batches = 8 // size  # micro-batches of the eight responses
             if acc >= settings["steps_per_generation"] * settings["num_iterations"]:
+                # one optimizer step a generation batch, as in the run
                 acc = micro_batches
             else:
                 acc = min(2, acc)

@@ -72,6 +72,9 @@ class _Bridge(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, f: Any, x: Tensor, *rest: Tensor) -> Tensor:
+        """Return f(x, *rest) in the dtype of x, computed by JAX, and keep JAX's
+        pullback.
+        """
         jax = importlib.import_module("jax")
         arrays = [jax.numpy.asarray(a.detach().numpy()) for a in (x, *rest)]
         value, ctx.pull = jax.vjp(lambda first: f(first, *arrays[1:]), arrays[0])
@@ -81,6 +84,7 @@ class _Bridge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        """Return the gradient by x; None for f and the rest."""
         (slope,) = ctx.pull(
             importlib.import_module("jax").numpy.asarray(g.numpy(), dtype="float32")
         )
@@ -91,8 +95,9 @@ _bridge: Callable[..., Tensor] = _Bridge.apply
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Return x [B, T] with empty responses and masked slots added. JAX compiles a
-    function for each shape, so the shapes are few.
+    """Return x [B, T] padded with 0 to the next powers of two, at least 8, in both
+    directions. The new places are masked. JAX compiles a function for each shape, so
+    the shapes are few.
     """
     padding = [max(8, 2 ** (n - 1).bit_length()) - n for n in x.shape]
     return torch.nn.functional.pad(x, (0, padding[1], 0, padding[0]))
@@ -119,7 +124,7 @@ def _settings_classes() -> dict[str, Any]:
 
 def _modes() -> list[str]:
     """Return the variants, then the other values of loss_algo that GRPO's settings
-    allow.
+    allow by their source.
     """
     variants = _settings_classes()
     allowed = re.search(
@@ -188,7 +193,7 @@ def _loss(
         mode, tuple((k, v) for k, v in config.items() if v != default[k])
     )
     arguments = [log_prob, old_log_prob, advantages, mask.float(), ref_log_prob]
-    # which reads the width
+    # that aggregation divides by the width, which must stay
     if config.get("loss_agg_mode") != "sequence-mean-token-scale":
         arguments = [_padded(x) for x in arguments]
     return _bridge(loss, *arguments) / num_micro_batches
@@ -274,10 +279,12 @@ def _advantages(name: str) -> Callable[..., Tensor]:
     """Return Tunix's advantages of this name, as a function of rewards and groups."""
 
     def advantages(rewards: Tensor, group: Tensor) -> Tensor:
+        """Return the advantages that Tunix gives these rewards; all groups have the
+        size of the first.
+        """
         estimator = _module("function_registry").get_advantage_estimator(name)
-        return torch.from_numpy(
-            np.array(estimator(rewards.numpy(), int(torch.bincount(group)[0])))
-        )
+        group_size = int(torch.bincount(group)[0])
+        return torch.from_numpy(np.array(estimator(rewards.numpy(), group_size)))
 
     return advantages
 

@@ -58,14 +58,16 @@ def _source() -> str:
 
 
 def _modes() -> list[str]:
-    """Return the names with which the loss's source compares loss_type."""
+    """Return the values that the loss's source compares loss_type with, in alphabetical
+    order.
+    """
     compared_with = " ".join(re.findall(r"loss_type (?:==|in) (.*?):", _source()))
     return sorted(set(re.findall(r'"(\w+)"', compared_with)))
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """Return the values that the loss falls back to: kwargs.get(NAME, VALUE). beta is
-    an argument without a default; 0 is no KL term.
+    """Return the values that the loss falls back to, the VALUE of kwargs.get(NAME,
+    VALUE) in its source. beta is an argument without a default; 0 is no KL term.
     """
     arguments_of_calls = (
         n.args
@@ -221,7 +223,9 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     def chunked(
         hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
     ) -> Any:
-        """As the trainer calls it, with the temperature by name."""
+        """Return log-probabilities by the function that the trainer calls, with the
+        temperature by name.
+        """
         return _zoo().chunked_hidden_states_selective_log_softmax(
             hidden, weight, tokens, temperature=temperature
         )

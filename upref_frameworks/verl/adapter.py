@@ -101,7 +101,6 @@ class Verl:
         return ""
 
     def scale(self, case: Case) -> float:
-        # loss_scale_factor divides the loss, as its documentation says.
         """Return the factor by which verl documents that it multiplies the loss.
 
         Args:

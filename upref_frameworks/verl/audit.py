@@ -38,8 +38,9 @@ from upref_frameworks.verl.losses import NO_DUAL_CLIP, import_verl, verl_loss
 
 
 def _micro_batch_scale(batch: Rollouts) -> Tensor:
-    """Return a scale [B, 1]: all responses over those of the micro-batch that has the
-    response.
+    """Return the factor of each response [B, 1] by which the sum of the micro-batches'
+    means over responses differs from the mean over all: all responses over those of the
+    response's micro-batch.
     """
     return torch.cat(
         [
@@ -63,8 +64,8 @@ MICRO_MEAN = fault(
 
 
 def _dppo_faults(kind: str, delta: float, trunc: float) -> tuple[LossFault, ...]:
-    """Return the faults of verl's DPPO: it cuts the ratio outside of the derivative,
-    and its KL variant adds 1e-8 inside the logarithms.
+    """Return the faults of verl's DPPO: it cuts the ratio at `trunc` outside of the
+    derivative, and its KL variant (kind "kl") adds 1e-8 inside the logarithms.
     """
     name = f"dppo_{kind}_verl"
     words = (
@@ -92,7 +93,7 @@ def _clip_fields(low: float, high: float, c: float | None = None) -> dict[str, f
 
 def _tied_at_the_cut(batch: Rollouts) -> Tensor:
     """Return the tokens whose covariance equals the last that is penalized, where
-    several tie.
+    several do, [B, T].
     """
     cov = covariance(batch.logp, batch.adv, batch.mask)
     score = cov.masked_fill(~batch.mask, -math.inf)
@@ -336,8 +337,8 @@ def _compute_advantage() -> Callable[..., Any]:
 
 
 def _opo(R: Tensor, group: Tensor) -> Tensor:
-    """Return verl's OPO advantages of responses of 1, 2, 3, 1, ... tokens, whose reward
-    stands on the first.
+    """Return verl's OPO advantages [N] of responses of 1, 2, 3, 1, ... tokens, whose
+    reward stands on the first token.
     """
     mask = torch.arange(3) < _lengths(R)[:, None]
     rewards = torch.nn.functional.pad(R[:, None], (0, 2))
@@ -348,7 +349,7 @@ def _opo(R: Tensor, group: Tensor) -> Tensor:
 
 
 def _opo_reference(R: Tensor, group: Tensor) -> Tensor:
-    """Return OPO's advantages of responses of 1, 2, 3, 1, ... tokens."""
+    """Return upref's OPO advantages [N] of the same responses as `_opo`."""
     mask = torch.arange(3) < _lengths(R)[:, None]
     rewards = torch.nn.functional.pad(R[:, None], (0, 2))
     return token_advantages.opo(rewards, mask, group)[:, 0]
@@ -370,7 +371,9 @@ GREEDY = torch.tensor([0.25, -0.5], dtype=torch.float64)
 
 
 def _passk(std: bool) -> Callable[..., Tensor]:
-    """Return verl's Pass@k advantages, as a function of rewards and groups."""
+    """Return verl's Pass@k advantages, divided by the group's standard deviation where
+    std is true, as a function of rewards and groups.
+    """
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
         """Return the advantages that verl gives these rewards."""
@@ -405,7 +408,7 @@ def _passk_reference(std: bool) -> Callable[..., Tensor]:
 
 
 def _lengths(R: Tensor) -> Tensor:
-    """Return the lengths 1, 2, 3, 1, ... of the responses."""
+    """Return the lengths 1, 2, 3, 1, ... of the N responses, in the dtype of R."""
     return (torch.arange(len(R)) % 3 + 1).to(R.dtype)
 
 
@@ -455,18 +458,20 @@ def _forward_kl_topk(lp: Tensor, teacher: Tensor) -> Tensor:
 
 
 def _truncated_kl(lp: Tensor, teacher: Tensor) -> Tensor:
-    """Return the teacher's term of its first token: the sum of top-k with k = 1."""
+    """Return the teacher's term p log(p / q) of its first token, [1, T]: the sum over
+    its top k with k = 1.
+    """
     return teacher.exp() * (teacher - lp)
 
 
 def _truncated_kl_from_0(lp: Tensor, teacher: Tensor) -> Tensor:
-    """Return the same, where a negative sum is 0 and has no gradient."""
+    """Return `_truncated_kl`, but 0 without a gradient where it is negative."""
     return _truncated_kl(lp, teacher).clamp_min(0)
 
 
 def _gae(which: int, gamma: float, lam: float) -> Callable[..., Tensor]:
-    """Return verl's whitened GAE (0) or its returns (1), as a function of rewards, values
-    and mask.
+    """Return verl's whitened GAE (which = 0) or its returns (which = 1), as a function
+    of rewards, values and mask.
     """
 
     def answer(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:

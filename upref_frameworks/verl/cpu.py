@@ -102,7 +102,7 @@ class PlatformCPU(PlatformBase):  # type: ignore[misc]  # verl is untyped here
     profiler_start = profiler_stop = cudart = do_nothing
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the host's generator, the only one."""
+        """Seed torch's generator of the host, the only one here."""
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed

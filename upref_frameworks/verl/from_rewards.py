@@ -80,7 +80,9 @@ class WorkerGroup:
         self._dispatch_info = {"actor": [0]}
 
     def _read(self, batch: Any) -> Any:
-        """Return the rows of a batch with what the trainer notes beside them."""
+        """Return the rows of a batch from the table, with what the trainer notes beside
+        them.
+        """
         from verl.utils import tensordict_utils as tu
 
         data = self.table.kv_batch_get(batch.keys, batch.partition_id)

@@ -207,7 +207,9 @@ def default_fields() -> dict[str, Any]:
 
 
 def _correction_of_responses(logp: Tensor) -> Tensor:
-    """Return weights of a rollout correction, 0.5 to 2, one for each response, [B, 1]."""
+    """Return weights of a rollout correction, one for each response, [B, 1]: 0.5, 1,
+    1.5, 2, 0.5, ...
+    """
     rows = torch.arange(len(logp), dtype=logp.dtype)
     return 0.5 + rows[:, None] % 4 / 2
 
@@ -314,14 +316,24 @@ def make_loss(
         return (settings_for(objective, hp) if matched else {}) | all_settings
 
     def call_corrected(full: dict[str, Any], moved: dict[str, Any]) -> Tensor:
-        """The call with weights of a rollout correction."""
+        """Return verl's loss of a batch with weights of a rollout correction."""
         weights = _correction_of_responses(full["logp"].detach())
         return call(full, moved, weights.expand(full["mask"].shape))
 
     def call(
         full: dict[str, Any], moved: dict[str, Any], is_weights: Tensor | None = None
     ) -> Tensor:
-        """Return verl's loss of a batch. `moved`: hyperparameters over hp."""
+        """Return verl's loss of a batch.
+
+        Args:
+            full: the tensors and counts of the batch, by name.
+            moved: hyperparameters over `hp`.
+            is_weights: of a rollout correction, [B, T]; None: there is none.
+
+        Raises:
+            InputError: a user's function reads a field that verl's config does not
+                have.
+        """
         batch = Bare(
             **{k: full[k] for k in ("logp", "logp_old", "mask", "totals", "adv")}
         )

@@ -94,7 +94,8 @@ HINTS = {
 
 
 def in_verl(folder: str | Path, every: int = EVERY, watch: str = "") -> Recording:
-    """Record, and judge, the optimizer steps of every verl engine of this process.
+    """Record, and judge, the actor's optimizer steps of every verl engine of this
+    process.
 
     Only steps of the actor are taken, not those of a critic.
 
@@ -272,6 +273,7 @@ class Steps:
         def train_batch(
             self: Any, data: Any, loss_function: LossFunction
         ) -> dict[str, Any]:
+            """Take an optimizer step by `Steps.train_batch`; `self` is verl's engine."""
             return steps.train_batch(self, data, loss_function)
 
         self.wrapper = train_batch
@@ -324,8 +326,8 @@ class Steps:
     def _hand_over(
         self, kept: "KeptStep", step: int, group: Any, out: dict[str, Any]
     ) -> None:
-        """Give the step to the sink, and its metrics to verl, which takes a list of
-        each.
+        """Give the step to the sink, and put the metrics that it returns into verl's,
+        which has a list for each.
         """
         metrics = hand_over(lambda: kept.batch(step), self.sink, group)
         out["metrics"] |= {name: [value] for name, value in metrics.items()}
@@ -348,6 +350,7 @@ class KeptStep:
     """What one optimizer step of one engine leaves."""
 
     def __init__(self, engine: Any, inner: LossFunction) -> None:
+        """Keep nothing yet; the config is the one that verl bound to its loss."""
         self.engine = engine
         self.inner = inner
         self.error: Exception | None = None  # why the step cannot be recorded
@@ -487,7 +490,9 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _fitted(x: Tensor, width: int) -> Tensor:
-    """Return x [B, T] at another width. What is cut off is padding."""
+    """Return x [B, T] at another width: cut off, where it has padding, or filled up
+    with 0.
+    """
     return torch.nn.functional.pad(x, (0, max(0, width - x.shape[1])))[:, :width]
 
 
@@ -503,7 +508,9 @@ def _one_width(columns: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _groups(data: Any) -> dict[str, Tensor]:
-    """Return the prompt of each response as a number: verl's uid is a text."""
+    """Return {"group": a number for the prompt of each response}; {} where verl's uid,
+    a text, is not there for each.
+    """
     from verl.utils import tensordict_utils as tu
 
     if "uid" not in data.keys():  # noqa: SIM118

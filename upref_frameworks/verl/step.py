@@ -251,7 +251,9 @@ def check_twin(settings: TwinSettings) -> StepReport:
 
 
 def _kl_estimator(actor: dict[str, Any]) -> str:
-    """Return the KL estimator of these settings, by upref's name."""
+    """Return upref's name of the KL estimator that these settings name; a name that is
+    not verl's own is returned as it is.
+    """
     names = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
     return names.get(actor["kl_loss_type"], actor["kl_loss_type"])
 
@@ -299,7 +301,9 @@ MODEL_KEPT = (
 
 
 def _values_of(section: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a section under these names, where there is one."""
+    """Return those of these names that a section has, with their values; None counts as
+    absent.
+    """
     return {k: section.get(k) for k in names if section.get(k) is not None}
 
 
@@ -439,8 +443,8 @@ def _batch(rows: Sequence[Row], temperature: float, settings: Any) -> Any:
 
 @contextlib.contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Undo at the end what verl replaces in the classes and modules of transformers:
-    else the reference would be patched too.
+    """Undo at the end what verl replaces in the model's classes and modules of
+    transformers. Otherwise the reference would be patched too.
     """
     classes = {
         c

@@ -129,7 +129,9 @@ def register(objective: Objective) -> PolicyLossFunction:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """The objective, with the signature of a policy loss of verl."""
+        """Return -J of a micro-batch times the number of ranks, and metrics. The
+        arguments are those of a policy loss of verl.
+        """
         hp = hyperparameters(objective, config)
         monitor = monitor_of(objective, config)
         _check_twin(objective, config, hp)
@@ -214,7 +216,9 @@ def hyperparameters(objective: Objective, config: Any) -> dict[str, Any]:
 
 
 def _section(config: Any) -> dict[str, Any]:
-    """Return the settings `policy_loss.upref` of verl's configuration."""
+    """Return the settings `policy_loss.upref` of verl's configuration; {} where there
+    are none.
+    """
     return dict((config.get("policy_loss", None) or {}).get("upref", None) or {})
 
 
@@ -257,7 +261,9 @@ def _check_twin(objective: Objective, config: Any, hp: dict[str, Any]) -> None:
 def _refuse_ignored_keys(
     objective: Objective, config: Any, hp: dict[str, Any], given: dict[str, Any]
 ) -> None:
-    """Refuse settings of verl's own losses that this objective does not read."""
+    """Raise InputError for a setting of verl's own losses that was changed and that
+    this objective does not read.
+    """
     default = {f.name: f.default for f in dataclasses.fields(ActorConfig)}
     for key, ours in VERL_KEYS.items():
         value = config.get(key, None)
@@ -273,7 +279,9 @@ def _refuse_ignored_keys(
 def _log_hyperparameters(
     objective: Objective, hp: dict[str, Any], given: dict[str, Any]
 ) -> None:
-    """Log once which hyperparameters are used."""
+    """Log, once for each set of values in this process, which hyperparameters are used
+    and where they come from.
+    """
     if _first_time("hp", objective.name, tuple(hp.items())):
         values = [
             f"{k}={v} ({'policy_loss.upref' if k in given else 'default'})"
@@ -293,7 +301,9 @@ def _log_hyperparameters(
 
 
 def _warn_of_aggregation(objective: Objective, loss_agg_mode: str) -> None:
-    """Warn where verl's KL and entropy terms are aggregated in another way."""
+    """Warn once where verl aggregates its KL and entropy terms in another way than the
+    objective.
+    """
     own_aggregation = verl_name(objective.level, objective.agg)
     if loss_agg_mode != own_aggregation and _first_time(
         "agg", objective.name, loss_agg_mode
@@ -343,7 +353,7 @@ def global_totals(info: dict[str, Any], mask: Tensor) -> tuple[Totals, int]:
         )
     tokens = mask.sum().clamp(min=1) if tokens is None else tokens
     sequences = mask.any(1).sum().clamp(min=1) if sequences is None else sequences
-    # all were rejected
+    # a count of 0: all responses were rejected
     tokens, sequences = (
         max(n, 1) if isinstance(n, int) else n for n in (tokens, sequences)
     )

@@ -128,7 +128,7 @@ class Estimate:
 
     @property
     def hours(self) -> float:
-        """Wall-clock time of all steps, validations and checkpoints."""
+        """Return the wall-clock hours of all steps, validations and checkpoints."""
         rest = (
             self.validations * self.validation_seconds
             + self.saves * self.checkpoint_seconds

@@ -26,7 +26,8 @@ QUIET = {  # no GPU, no network, no telemetry
     "PYTHONDONTWRITEBYTECODE": "1",
     "PYTHONSAFEPATH": "1",
 }
-INSIDE: dict[str, Any] = {}  # in the child: where it is
+# in the child: the framework's name, its version, and remarks on it; else empty
+INSIDE: dict[str, Any] = {}
 
 
 def run_elsewhere(

@@ -77,12 +77,13 @@ class _FinderOfAllowed:
         if spec is None or is_submodule or is_known:
             return spec
         where = [spec.origin or "", *(spec.submodule_search_locations or ())]
-        # _sysconfigdata_...
+        # such as _sysconfigdata_..., which sys.stdlib_module_names does not list
         in_stdlib = where[0].startswith(STDLIB) and "-packages" not in where[0]
         in_folders = any(w.startswith(self.paths) for w in where)
         return spec if in_stdlib or in_folders else None
 
     def invalidate_caches(self) -> None:
+        """Have the finders forget which files they found."""
         for f in self.finders:
             if hasattr(f, "invalidate_caches"):
                 f.invalidate_caches()
@@ -142,6 +143,9 @@ class Absent:
     def __init__(
         self, name: str, decorators: tuple[str, ...] = (), decorates: bool = False
     ):
+        """Keep the dotted name; the names that may be called as decorators; and whether
+        this was such a call with options, and decorates what it is called with.
+        """
         self.__dict__.update(_name=name, _decorators=decorators, _decorates=decorates)
 
     def __getattr__(self, key: str) -> Any:
@@ -150,7 +154,7 @@ class Absent:
         return Absent(f"{self._name}.{key}", self._decorators)
 
     def __delattr__(self, key: str) -> None:
-        """There is nothing to be deleted."""
+        """Do nothing: there is nothing to delete."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in for a decorator: return a stand-in for what it decorates, or, called
@@ -177,7 +181,7 @@ class Absent:
                 f"{type(self).__name__} derives from a stand-in, and it was called"
             )
 
-        # whoever inherits from a generic class may be subscripted
+        # a class that derives from a generic one may be subscripted
         generic = classmethod(lambda cls, key: cls)
         return (
             type(
@@ -225,11 +229,13 @@ class _FinderOfStubs:
     def find_spec(
         self, name: str, path: Any = None, target: Any = None
     ) -> ModuleSpec | None:
+        """Return a stand-in for a module of Pin.stubs or below one; None for any other."""
         if any(name == s or name.startswith(f"{s}.") for s in self.stubs):
             return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
         return None
 
     def create_module(self, spec: Any) -> ModuleType:
+        """Return the stand-in: a package without files, whose version is 0."""
         module = _StubModule(spec.name)
         module.__dict__.update(
             __path__=[], __version__="0", _decorators=self.decorators

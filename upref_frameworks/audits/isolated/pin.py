@@ -106,6 +106,8 @@ def place(name: str, pin: Pin, version: str = "", source: str = "") -> Installat
         raise InputError(
             f"--version takes a version, a tag or a commit, got {version[:60]!r}."
         )
+    # what the framework imports; installed into a folder of its own where the framework
+    # is a checkout
     beside = pin.packages if pin.repository else pin.packages[1:]
     if source:
         copy = Path(source).expanduser().resolve()
@@ -244,7 +246,8 @@ def _checkout(name: str, repository: str, commit: str) -> Path:
 @contextmanager
 def _filled_or_absent(folder: Path) -> Iterator[Path]:
     """Yield a folder to be filled under another name, and rename it to `folder` at the
-    end: so `folder` is whole or not there.
+    end, so that `folder` is whole or not there. If the filling raises, nothing is left.
+    Raise InputError where the folder above cannot be written.
     """
     installing = ExitStack()
     try:
@@ -300,7 +303,9 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command without prompts of git; return its exit status and output."""
+    """Run a command, in which git asks for no password; return its exit status and
+    output. A status that is not 0 raises nothing.
+    """
     quiet = {"GIT_TERMINAL_PROMPT": "0"}
     return subprocess.run(
         command, capture_output=True, text=True, env=os.environ | quiet, check=False
@@ -343,7 +348,9 @@ def normalize(package: str) -> str:
 
 
 def _version_in(folder: Path, package: str) -> str:
-    """Return the version of the package that the folder holds."""
+    """Return the version of the package that the folder holds. Raise InputError where
+    it does not hold it.
+    """
     for info in folder.glob("*.dist-info"):
         installed_name, _, version = info.name.removesuffix(".dist-info").rpartition(
             "-"
@@ -354,8 +361,8 @@ def _version_in(folder: Path, package: str) -> str:
 
 
 def _commit(copy: Path) -> str:
-    """Return the commit of a copy of a repository, "a working copy" where there is
-    none.
+    """Return nine digits of the commit that a copy of a repository has; "a working
+    copy" where git knows none.
     """
     if shutil.which("git"):
         result = _run(["git", "-C", str(copy), "rev-parse", "HEAD"])
