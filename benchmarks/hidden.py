@@ -170,6 +170,8 @@ def inputs(N, V, H=H, dtype=torch.float32, seed=0):
     W = torch.randn(V, H, generator=g).mul_(H**-0.5)
     h, tokens = torch.randn(N, H, generator=g), torch.randint(V, (N,), generator=g)
     peak = tokens[::2].clone()
+    # a row of W has a length near 1, so this token's logit over TAU is log V + 2.3: the
+    # others' are near 0, and p = 0.9
     h[::2] = W[peak] * (TAU * (torch.tensor(V).log() + 2.3))
     tokens[::4] = peak[::2]
     return h.to(dtype).requires_grad_(), W.to(dtype).requires_grad_(), tokens

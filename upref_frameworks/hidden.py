@@ -47,7 +47,9 @@ def in_trl() -> None:
             lp, H = token_log_probs(
                 h, W, tokens, temperature=tau, bias=bias, softcap=cap, logit_scale=scale
             )
-            return lp, H if "entropy" in outputs else None, None, None, None
+            entropy = H if "entropy" in outputs else None
+            # TRL's function returns five tensors; the last three were not asked for
+            return lp, entropy, None, None, None
 
     setattr(utils, TRLS, Hidden)
 

@@ -115,9 +115,12 @@ def lines(rows: list[Row], saved: Row) -> tuple[list[list[str]], list[str]]:
         if values:
             value = float(HOW[line["of"]](values))
             fine = is_normal(line, value)
-            word = "" if "cure" not in line else "normal" if fine else "LOOK"
+            word = ""  # the line has no range
+            if "cure" in line:
+                word = "normal" if fine else "LOOK"
             found.append([line["name"], f"{value:.3g}", word])
-            change += [] if fine else [line["cure"]]
+            if not fine:
+                change.append(line["cure"])
     e = saved.get("estimate", {})
     seconds = [
         r["data"]["timing_s/step"]

@@ -247,10 +247,10 @@ def audit(
             type, or a version or a source is given for a framework without a pin.
     """
     f = framework(name)
-    is_table = isinstance(comparisons, list | tuple)
-    if comparisons is not None and not (
-        is_table and all(isinstance(c, Comparison) for c in comparisons)
-    ):
+    is_table = isinstance(comparisons, list | tuple) and all(
+        isinstance(c, Comparison) for c in comparisons
+    )
+    if comparisons is not None and not is_table:
         raise InputError(
             "comparisons are a tuple of upref_frameworks.audits.case.Comparison, or None for all of them."
         )
@@ -265,11 +265,12 @@ def audit(
     modes = f.modes()
     asked = f.comparisons if comparisons is None else comparisons
     # losses that the table compares and this version does not have
-    gone = tuple(
-        dict.fromkeys(c.mode for c in asked if f.loss_by_names and c.mode not in modes)
-    )
+    gone: tuple[str, ...] = ()
+    if f.loss_by_names:
+        gone = tuple(dict.fromkeys(c.mode for c in asked if c.mode not in modes))
     compared = [c for c in asked if c.mode not in gone]
-    defaults = {m: f.defaults(m) for m in sorted({c.mode for c in compared} & {*modes})}
+    modes_with_defaults = sorted({c.mode for c in compared if c.mode in modes})
+    defaults = {mode: f.defaults(mode) for mode in modes_with_defaults}
     rows, nan_in_padding = losses.rows(f, compared, defaults.keys())
     if comparisons is None:
         rows += components.rows(name, f.parts())
@@ -281,13 +282,12 @@ def audit(
         for mode, fields in defaults.items()
     }
     against_ledger = [
-        *(
-            f"the loss {mode} is gone: {name} {version} has {', '.join(sorted(modes))}"
-            for mode in gone
-        ),
-        *changed_defaults(plain_defaults, recorded_defaults, version),
-        *check_ledger(rows, entries, version, comparisons is None, gone),
+        f"the loss {mode} is gone: {name} {version} has {', '.join(sorted(modes))}"
+        for mode in gone
     ]
+    against_ledger += changed_defaults(plain_defaults, recorded_defaults, version)
+    complete = comparisons is None
+    against_ledger += check_ledger(rows, entries, version, complete, gone)
     return Audit(
         framework=name,
         version=version,

@@ -265,6 +265,7 @@ def _distillation(top_k: int) -> Callable[[Tensor, Tensor], Tensor]:
             old = now.detach()
             advantages = [torch.zeros(T)]
             opd.apply_opd_kl_to_advantages(args, data, advantages, [old])
+            # the last factor is 1, with the gradient of the sampled token's log π
             total = total + old.exp() * advantages[0] * (1 + now - old)
         return total[None]
 

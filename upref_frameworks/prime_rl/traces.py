@@ -89,7 +89,8 @@ def find_reward(ids: tuple[int, ...], branches: list[Branch]) -> float | None:
         branches: of the step.
 
     Returns:
-        The reward; None where no branch fits, or branches of several rewards do.
+        That of the longest branches whose tokens agree with the sample as far as both
+        go; None where no branch does, or these have several rewards.
     """
     fitting: list[Branch] = []
     for branch in branches:

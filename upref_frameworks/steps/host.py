@@ -251,13 +251,14 @@ def report(
         InputError: a setting is wrong, or the step cannot be compared.
     """
     meaning = make_goal(objective, hp, temperature, **goal)
-    rows = build_case(
+    case = build_case(
         TorchModel(model),
         meaning,
-        None,
-        ["temperature"] if temperature == 1 else [],
+        rows=None,
+        without=["temperature"] if temperature == 1 else [],
         coarse=half,
-    ).rows
+    )
+    rows = case.rows
     with spawn_ranks(ranks, step, model, rows, temperature, fields) as rows_of_rank:
         seen = step(model, rows_of_rank, temperature, **fields)
         fed = seen.steps[0].rows(rows) if ranks == 1 else rows  # in the trainer's order

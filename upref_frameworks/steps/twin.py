@@ -162,16 +162,16 @@ def _shrunk(config: Any) -> Any:
         (i for i, kind in enumerate(kinds_of_layers) if kind != kinds_of_layers[0]), 1
     )
     for field, value in original.items():
-        is_list_of_layers = isinstance(value, list) and (
-            len(value) == layers > 2 or field == "block_types"
-        )
-        if is_list_of_layers:
+        # block_types is a pattern that repeats, so it may be shorter than the layers
+        has_length_of_layers = isinstance(value, list) and len(value) == layers > 2
+        is_pattern = isinstance(value, list) and field == "block_types"
+        is_dropout = "drop" in field and isinstance(value, float)
+        if has_length_of_layers or is_pattern:
             changed[field] = [value[0], value[second_layer]]
-        elif ("drop" in field and isinstance(value, float)) or (
-            field == "router_aux_loss_coef"
-        ):
+        elif is_dropout or field == "router_aux_loss_coef":
             changed[field] = 0.0
     changed |= {field: 2 for field in LAYERS if original.get(field)}
+    # of the weights, which the twin does not load
     dropped = (
         "torch_dtype",
         "dtype",

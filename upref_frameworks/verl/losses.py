@@ -307,9 +307,10 @@ def make_loss(
     Returns:
         The Loss. A matched one of verl's has the loss as shipped in `shipped`.
     """
-    all_settings = (
-        {"loss_agg_mode": verl_name(objective.level, objective.agg)} if matched else {}
-    ) | (fields or {})
+    all_settings: dict[str, Any] = {}
+    if matched:
+        all_settings["loss_agg_mode"] = verl_name(objective.level, objective.agg)
+    all_settings |= fields or {}
 
     def settings(hp: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of verl's actor at these hyperparameters."""
@@ -366,6 +367,16 @@ def make_loss(
         plain = make_loss(name, mode, objective, hp, None, matched=False)
     else:
         plain = None
+    ways: tuple[OtherInputs, ...] = ()
+    if mode != "bypass_mode":  # which computes the weights itself
+        ways = (
+            OtherInputs(
+                "rollout_is_weights, one for each response",
+                call_corrected,
+                "verl's rollout correction must multiply each response's gradient by them",
+                factor=_correction_of,
+            ),
+        )
     loss = Loss(
         name,
         call,
@@ -377,17 +388,7 @@ def make_loss(
         fields=settings(hp),
         defaults=default_fields(),
         shipped=plain,
-        # bypass_mode computes the weights itself
-        given_otherwise=()
-        if mode == "bypass_mode"
-        else (
-            OtherInputs(
-                "rollout_is_weights, one for each response",
-                call_corrected,
-                "verl's rollout correction must multiply each response's gradient by them",
-                factor=_correction_of,
-            ),
-        ),
+        given_otherwise=ways,
         counts_from="verl passes in config.global_batch_info",
     )
     if isinstance(mode, str):

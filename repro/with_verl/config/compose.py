@@ -213,6 +213,7 @@ def compose(
     }
     sources = {key: source for key, (_, source) in (s.values | instead).items()}
 
+    # the loss that trains, the advantages, and verl's own terms beside it
     loss, why = s.loss.get(objective, (objective, "the objective"))
     o_loss = o if loss == objective else extra(loss)
     estimator, settings, difference = ESTIMATORS[o.adv]

@@ -129,37 +129,32 @@ def judge(
 
     Args:
         rows: the logged steps.
-        steps: how many were asked for.
+        steps: how many were asked for, at least 1.
         outcome: how the trainer ended.
 
     Returns:
         What is to be reported, and what is wrong: clauses. The run is right if the
         second list is empty. From 20 steps on the score must rise by more than 0.05.
     """
-    wrong, data = [], [r["data"] for r in rows]
-    if outcome.why and not (rows and rows[-1]["step"] >= steps):
-        wrong.append(
-            f"ended: {outcome.why}, after step {rows[-1]['step'] if rows else 0}"
-        )
+    wrong = []
+    data = [r["data"] for r in rows]
+    last_step = rows[-1]["step"] if rows else 0
+    if outcome.why and last_step < steps:
+        wrong.append(f"ended: {outcome.why}, after step {last_step}")
     if outcome.status is not None and outcome.status < 0:
         wrong.append(f"ended: the trainer was killed by signal {-outcome.status}")
-    if not rows or rows[-1]["step"] < steps:
-        first = (
-            f"; the first to go was {outcome.gone}"
-            if outcome.gone and not outcome.why
-            else ""
-        )
-        wrong.append(
-            f"step {rows[-1]['step'] + 1 if rows else 1} of {steps} failed{first}"
-        )
+    if last_step < steps:
+        cause = ""
+        if outcome.gone and not outcome.why:
+            cause = f"; the first to go was {outcome.gone}"
+        wrong.append(f"step {last_step + 1} of {steps} failed{cause}")
     report = [
         f"steps {len(rows)} of {steps} in {outcome.seconds:.0f} s ({outcome.cpu_seconds:.0f} s of CPU)"
     ]
     if rows:
         k = max(1, min(3, len(rows) // 3))  # steps at either end
-        first, last = (
-            sum(d[SCORE] for d in part) / k for part in (data[:k], data[-k:])
-        )
+        first = sum(d[SCORE] for d in data[:k]) / k
+        last = sum(d[SCORE] for d in data[-k:]) / k
         report.append(f"score {first:.3f} -> {last:.3f} (mean of {k} steps)")
         if len(rows) >= 20 and not last > first + 0.05:
             wrong.append(f"the score did not rise: {first:.3f} -> {last:.3f}")

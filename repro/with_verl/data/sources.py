@@ -94,7 +94,9 @@ def _field(r: Row, i: int, *names: str) -> Any:
 
 
 def _boxed(s: Source, i: int, problem: str, answer: str) -> Row:
-    """Make a row whose prompt asks for a boxed answer."""
+    """Make a row whose prompt asks for a boxed answer. verl knows the data set by the
+    source's name without `_x32`.
+    """
     return row(
         s.name.removesuffix("_x32"),
         i,

@@ -221,6 +221,8 @@ def estimate(
     responses = cfg.data.train_batch_size * rollout.n
     filters = cfg.algorithm.filter_groups and cfg.algorithm.filter_groups.enable
     refill = REFILL if filters else 1
+    # the cache of a running response holds its prompt and, on average, 0.7 of the mean
+    # response
     at_once = max(1.0, min(rollout.max_num_seqs, kv_tokens / (prompt + 0.7 * mean)))
     replicas = n_gpus // tp
 
@@ -443,7 +445,10 @@ def memory(shape: Shape, cfg: DictConfig, gpus: int) -> tuple[float, float]:
     """
     actor = cfg.actor_rollout_ref.actor
     m = actor.get("megatron")
-    tokens, hidden, layers = actor.ppo_max_token_len_per_gpu, shape.hidden, shape.layers
+    tokens = actor.ppo_max_token_len_per_gpu
+    hidden = shape.hidden
+    layers = shape.layers
+    # bf16 activations of a token in the experts that it passes through
     chosen = shape.experts_per_token * (2 * hidden + 3 * shape.expert_hidden) * 2
     anew = tokens * (34 * hidden + chosen)  # one layer, all that its backward needs
     # without flash-attn log_softmax saves float32
@@ -454,13 +459,15 @@ def memory(shape: Shape, cfg: DictConfig, gpus: int) -> tuple[float, float]:
         # parameters on a GPU: those that all tokens pass through, and the experts'
         mine = (shape.params - shape.expert_params) / (tp * pp)
         theirs = shape.expert_params / (ep * etp * pp)
-        weights, state = 2 * (mine + theirs), 6 * (mine + theirs)
+        weights = 2 * (mine + theirs)  # bf16
+        state = 6 * (mine + theirs)  # weights, and gradients in float32
         moments = 12 * (mine * tp * pp / gpus + theirs * ep * etp * pp / gpus)
         transformer = m.get("override_transformer_config") or {}
         full = transformer.get("recompute_granularity") == "full"
         # activations of all layers: their inputs alone if each is computed again
         kept = (tokens * hidden * 2 if full else anew) * layers / (tp * pp)
-        logits, anew = logits / tp, anew / tp
+        logits = logits / tp
+        anew = anew / tp
     else:
         weights = shape.params * 4 / gpus  # float32
         state = shape.params * 8 / gpus  # weights and gradients

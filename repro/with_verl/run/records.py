@@ -37,7 +37,8 @@ def read(file: Path) -> list[dict]:
 
 def merged(folder: Path) -> list[dict]:
     """Return all rows of all starts, by step. Where a later start logged a step again,
-    its metrics replace the earlier ones.
+    its metrics replace the earlier ones. A folder without files of starts has its rows
+    in steps.jsonl.
     """
     parts = sorted(folder.glob("steps-*.jsonl")) or [folder / "steps.jsonl"]
     rows: dict[int, dict] = {}

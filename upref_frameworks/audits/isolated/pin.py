@@ -119,6 +119,7 @@ def place(name: str, pin: Pin, version: str = "", source: str = "") -> Installat
             paths.append(str(_installed_packages(name, "beside", beside)))
         said = f"{name} is the working copy {source}; the ledger was written for {pin.version}."
         return Installation(paths, _commit(copy), [said])
+    # else the pinned version, or another one: a checkout, or packages of an index
     if pin.repository:
         commit = version or pin.commit
         copy = _checkout(name, pin.repository, "HEAD" if version == NEWEST else commit)
