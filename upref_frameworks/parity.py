@@ -287,6 +287,7 @@ def _rounding_of_log_prob(
         mask: the tokens that train.
         u: the unit roundoff of the dtype that trains.
     """
+    # the head of this file derives 8 and 16
     delta = u * (log_r + 8)
     if objective.level not in REDUCE and objective.level != "custom":
         return delta

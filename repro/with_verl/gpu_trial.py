@@ -351,6 +351,7 @@ def main(
     """
     own_folder(out)
     for path in out.iterdir():
+        # MARK: own_folder's file, which says that this command made the folder
         if path.name not in (*MADE, MARK):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     if not (out / MADE[0]).exists():

@@ -20,6 +20,9 @@ def defaults(module: str, names: tuple[str, ...]) -> dict[str, Any]:
 
     Returns:
         Field -> default, by the names of argparse: `eps_clip`.
+
+    Raises:
+        KeyError: the module adds no such option.
     """
     return {
         name.strip("-").replace("-", "_"): options(module)[name]["default"]

@@ -104,7 +104,9 @@ class Hooks:
     """
 
     def __init__(self, trainer: Any, schedule: Schedule, sink: Sink) -> None:
-        """Wrap the methods of the trainer."""
+        """Wrap the methods of the trainer, on this object alone; those that were there
+        stay in `wrapped`.
+        """
         self.trainer = trainer
         self.schedule = schedule
         self.sink = sink
@@ -160,7 +162,9 @@ class Hooks:
         return rewards
 
     def _generate_and_score_completions(self, *args: Any, **kw: Any) -> dict[str, Any]:
-        """Call TRL's method, and label what it generates."""
+        """Call TRL's method. In training, label each response that it generates with
+        its prompt, its reward and the step of its weights.
+        """
         self.rewards = None
         out: dict[str, Any] = self.wrapped["_generate_and_score_completions"](
             *args, **kw

@@ -243,13 +243,18 @@ def monitor_of(objective: Objective, config: Any) -> Monitor:
 
 
 def _check_twin(objective: Objective, config: Any, hp: dict[str, Any]) -> None:
-    """Check one step of a two-layer twin of this run, where step_check is set.
+    """Check one step of a two-layer twin of this run, where step_check is set; log the
+    report.
 
-    It runs before the first step, on the first rank.
+    It runs once in a process, before the first step, and on the first rank alone.
+
+    Raises:
+        RuntimeError: the twin's gradient is not the objective's.
+        InputError: no twin of this run can be made.
     """
-    if not _section(config).get("step_check") or not _first_time(
-        "twin", objective.name
-    ):
+    if not _section(config).get("step_check"):
+        return
+    if not _first_time("twin", objective.name):
         return
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         report = stop_unless_twin_agrees(

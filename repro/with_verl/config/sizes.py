@@ -216,8 +216,8 @@ def files(cfg: DictConfig) -> Iterator[str]:
 
 
 def defines(path: Path, name: str) -> bool:
-    """Return whether a Python file has a function or a name of that name at its top
-    level.
+    """Return whether a Python file assigns, defines or imports this name at its top
+    level. The file is not run.
     """
     top = symtable.symtable(path.read_text(encoding="utf-8"), str(path), "exec")
     if name not in top.get_identifiers():

@@ -126,8 +126,9 @@ def dapo(s: Source, rows: Iterable[Row]) -> list[Row]:
 
 
 def aime24_x32(s: Source, rows: Iterable[Row]) -> list[Row]:
-    """Convert AIME24 with the boxed prompt, each problem 32 times: verl samples the
-    same number of answers for all validation files.
+    """Convert AIME24: take DAPO's instructions off each problem, ask for a boxed
+    answer, and repeat it 32 times. verl samples the same number of answers for all
+    validation files.
     """
     out: list[Row] = []
     for r in dapo(s, rows):

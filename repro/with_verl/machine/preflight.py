@@ -253,6 +253,7 @@ def choose_sampler(s: Start) -> None:
         InputError: the user asks for flashinfer's sampler, and it is not installed.
     """
     have = s.machine.versions
+    # a package that the machine's list leaves out counts as installed
     if not have.get("vllm") or have.get("flashinfer-python", "unknown"):
         return
     if os.environ.get(FLASHINFER_SAMPLER, "0") != "0":

@@ -142,6 +142,7 @@ def check_cluster(run: Run, loss: str) -> int:
     nodes = [n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]]
     try:
         for ip in nodes:
+            # Ray gives each machine a resource of this name: the task runs on that one
             there = finds.options(resources={f"node:{ip}": 0.001}).remote(str(mark))
             has_loss, has_folder = ray.get(there, timeout=300)
             if not has_loss:

@@ -48,12 +48,10 @@ def plain(answer: str) -> str:
     if THOUSANDS.fullmatch(text):
         text = re.sub(r"[,\s]", "", text)
     text = SCIENTIFIC.sub(r"\1\\times10^{\2}", text)
-    if m := MIXED.match(text):
-        text = (
-            rf"{m[1]}\frac{{{int(m[2]) * int(m[4]) + int(m[3])}}}{{{m[4]}}}"
-            if int(m[4])
-            else text
-        )
+    m = MIXED.match(text)  # sign, whole number, numerator, denominator
+    if m and int(m[4]):
+        numerator = int(m[2]) * int(m[4]) + int(m[3])
+        text = rf"{m[1]}\frac{{{numerator}}}{{{m[4]}}}"
     if m := UNEQUAL.match(text):
         text = rf"(-\infty,{m[1]})\cup({m[1]},\infty)"
     return text.strip()
