@@ -364,7 +364,7 @@ class Monitor:
         return cls(objective, **settings)
 
     def __post_init__(self) -> None:
-        """Refuse a wrong `first`, `every` or `on_fail`."""
+        """Raise InputError for a wrong `first`, `every` or `on_fail`."""
         for name in ("first", "every"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:

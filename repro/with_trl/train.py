@@ -293,7 +293,9 @@ def gpu_bytes() -> float:
 
 
 def micro_batch(held: float) -> int:
-    """Return how many responses a micro-batch has on a GPU of `held` bytes."""
+    """Return how many responses a micro-batch has on a GPU of `held` bytes: as many as
+    fit, a power of two that divides a step's responses.
+    """
     if held > 30e9:
         return 8
     if held > 14e9:

@@ -254,7 +254,7 @@ def _tables_of_defaults(
     defaults: dict[str, dict[str, bool | int | float | str]],
 ) -> list[str]:
     """Return the lines of the tables [defaults.MODE]. What all modes share stands in
-    [defaults.every].
+    [defaults.every]; an empty table has no lines.
     """
     each = list(defaults.values())
     shared = {}

@@ -226,12 +226,11 @@ def _advantages_of_groups(name: str) -> Callable[..., Tensor]:
                 SimpleNamespace(reward=R[i].item(), action_mask=torch.ones(1))
                 for i in rows
             ]
-            for i, with_advantages in zip(
-                rows,
-                estimator.calculate_group_advantage(str(group_id), experiences)[0],
-                strict=True,
-            ):
-                A[i] = with_advantages.advantages[0]
+            returned, *_ = estimator.calculate_group_advantage(
+                str(group_id), experiences
+            )
+            for i, experience in zip(rows, returned, strict=True):
+                A[i] = experience.advantages[0]
         return A
 
     return advantages

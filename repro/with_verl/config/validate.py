@@ -283,7 +283,7 @@ def _hint(cfg: DictConfig, key: str) -> str:
 
 
 def _keys(node: DictConfig, prefix: str = "") -> list[str]:
-    """Return the names of all settings, those of inner tables too."""
+    """Return the dotted names of all settings, as in data.seed, those of tables too."""
     found = []
     for key in node:
         found.append(f"{prefix}{key}")

@@ -22,6 +22,8 @@ from upref import InputError
 
 Row = dict[str, Any]
 T = TypeVar("T")
+# how often AIME24 repeats a problem, for Avg@32
+AIME_ANSWERS = 32
 BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 # verl's own, word for word (examples/data_preprocess/geo3k.py at 1dda039b), whose
 # reward gives a tenth for the form
@@ -127,15 +129,15 @@ def dapo(s: Source, rows: Iterable[Row]) -> list[Row]:
 
 def aime24_x32(s: Source, rows: Iterable[Row]) -> list[Row]:
     """Convert AIME24: take DAPO's instructions off each problem, ask for a boxed
-    answer, and repeat it 32 times. verl samples the same number of answers for all
-    validation files.
+    answer, and repeat it AIME_ANSWERS times. verl samples the same number of answers
+    for all validation files.
     """
     out: list[Row] = []
     for r in dapo(s, rows):
         problem = DAPO_AFTER.sub("", DAPO_BEFORE.sub("", r["prompt"][0]["content"]))
         out += [
             _boxed(s, len(out) + k, problem, r["reward_model"]["ground_truth"])
-            for k in range(32)
+            for k in range(AIME_ANSWERS)
         ]
     return out
 
