@@ -109,8 +109,8 @@ class Took(NamedTuple):
 
 
 def took(row: Row, folder: Path, root: Path) -> Took | None:
-    """Run a command in a process of its own; return its CPU seconds, or None if it ends
-    with another status than the row's.
+    """Run a command in a process of its own; return its CPU seconds and the part of
+    them that imports take, or None if it ends with another status than the row's.
 
     Args:
         row: the command.

@@ -119,8 +119,6 @@ class Entry:
             "line": self.at,
             "told": self.words and f'"{self.words}" ({self.link})',
             "thread": self.thread,
-        }
-        said |= {
             "fixed": self.fixed,
             "size": self.severity and f"{self.severity}: {self.size}",
         }

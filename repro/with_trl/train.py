@@ -254,6 +254,7 @@ def in_parts(trainer: type, count: int) -> type:
             ]
             if len(parts) == 1:
                 return parts[0]
+            # the second is a sampler's log-probabilities, which there are with vLLM only
             return [ids for completions, _ in parts for ids in completions], None
 
     return InParts

@@ -129,7 +129,9 @@ def kernels_of(framework: Framework) -> dict[str, Callable[..., Any]]:
 def _report_or_reason(
     framework: Framework, mode: str, fn: Callable[..., Any]
 ) -> Report | str:
-    """Check a function of a framework; return the report, or why it cannot be run."""
+    """Check a function of a framework, and set the name that its report has; return the
+    report, or why it cannot be run.
+    """
     fn.__name__ = f"{framework.name} {mode}"
     try:
         return check_logprobs(fn)

@@ -141,9 +141,8 @@ def _columns_of_line(line: dict[str, Any], where: str) -> dict[str, Any]:
     # the second, where it is there, is of the responses that train
     for key in ("rewards", "filtered_rewards"):
         if key in line:
-            columns["reward"] = float(
-                np.array(_without_batch_axis(line[key])).reshape(-1)[0]
-            )
+            rewards = np.array(_without_batch_axis(line[key])).reshape(-1)
+            columns["reward"] = float(rewards[0])
     return columns
 
 

@@ -188,7 +188,8 @@ def _loss(
         teacher_per_token_logps=None,
         num_items_in_batch=totals.tokens,
     )
-    return getattr(trainer, LOSS)(None, {}, batch)[0] / num_micro_batches
+    loss, *_ = getattr(trainer, LOSS)(None, {}, batch)
+    return loss / num_micro_batches
 
 
 SEQUENCE = {"importance_sampling_level": "sequence"}

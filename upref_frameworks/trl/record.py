@@ -259,6 +259,7 @@ class Hooks:
             if KEY.format(name) in inputs:
                 columns[name] = inputs[KEY.format(name)]
         on_cpu = {name: value.detach().cpu() for name, value in columns.items()}
+        # a gradient times an unknown scale is not recorded
         if not self._scaled_by_deepspeed():
             keep_gradient(on_cpu, lp)
         self.micro_batches.append(on_cpu)

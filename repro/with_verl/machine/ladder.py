@@ -183,7 +183,8 @@ def check_words(words: list[str]) -> None:
 
 
 def choose(objective: str, scale: str, words: list[str], m: Machine) -> str:
-    """Decide what `repro/run.sh` installs and starts.
+    """Decide what `repro/run.sh` installs and starts. Where no scale is given, print
+    why the one chosen is the largest.
 
     Args:
         objective: its name, which only the launcher checks.
