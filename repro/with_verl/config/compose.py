@@ -200,24 +200,65 @@ def compose(
         scale, why = paper_scale(objective)
         notes.append(why)
     s = load_scale(scale)
-    keys = {line.partition("=")[0].lstrip("+") for line in given}
-    instead: dict[str, tuple[Any, str]] = {}  # of settings that need flash-attn
+    rows = dict(s.values)
     if not flash:
-        instead = {
+        typed = {line.partition("=")[0].lstrip("+") for line in given}
+        rows |= {
             key: row
             for key, row in s.without_flash.items()
-            if key.lstrip("+") not in keys
+            if key.lstrip("+") not in typed
         }
-    lines: dict[str, Any] = {
-        key: value for key, (value, _) in (s.values | instead).items()
-    }
-    sources = {key: source for key, (_, source) in (s.values | instead).items()}
+    rows |= _rows_of_objective(o, s)
+    estimator, _, difference = ESTIMATORS[o.adv]
+    notes.append(f"advantages: {o.adv} = verl's {estimator} ({difference})")
+    if o.batch_coupled:
+        notes.append(
+            f"{objective} couples the batch and sees one micro-batch at a time: {o.batch_coupled}"
+        )
 
-    # the loss that trains, the advantages, and verl's own terms beside it
-    loss, why = s.loss.get(objective, (objective, "the objective"))
-    o_loss = o if loss == objective else extra(loss)
+    def own(places: dict[str, Any]) -> list[str]:
+        """Return the overrides of this run, with these folders and names in them."""
+        return [
+            f"{key}={_hydra(_fill(value, places))}" for key, (value, _) in rows.items()
+        ]
+
+    # the name of a run does not depend on where its folders are
+    nowhere = dict.fromkeys(("root", "data", "run", "name"), "")
+    directory = RUNS / (name or name_of(f"{objective}-{scale}", own(nowhere), given))
+    env = environment(directory)
+    for key, value in env.items():
+        rows[f"+ray_kwargs.ray_init.runtime_env.env_vars.{key}"] = (
+            value,
+            "ours: every worker loads the plug-in, and finds this checkout",
+        )
+    places = {
+        "root": ROOT,
+        "data": data or RUNS / "data",
+        "run": directory,
+        "name": directory.name,
+    }
+    sources = {key: source for key, (_, source) in rows.items()}
+    return Run(objective, s, own(places) + given, sources, notes, directory, env, given)
+
+
+def _rows_of_objective(o: upref.Objective, s: Scale) -> dict[str, tuple[Any, str]]:
+    """Return the overrides that make verl train an objective at a scale: the loss with
+    its hyperparameters, and the advantages.
+
+    Returns:
+        Key -> (value, why it is so).
+
+    Raises:
+        InputError: a hyperparameter of the scale is not one of the loss.
+    """
+    loss, why = s.loss.get(o.name, (o.name, "the objective"))
+    o_loss = o if loss == o.name else extra(loss)
     estimator, settings, difference = ESTIMATORS[o.adv]
-    chosen = {
+    hp = s.hyperparameters.get(o.name, {})
+    values = {key: value for key, (value, _) in hp.items()}
+    o_loss.resolve(values)
+    why_parity = "parity: ours: a run of days is not ended by one alarm, which the report shows (stop ends it)"
+    return {
         f"{ACTOR}.policy_loss._target_": (
             "upref_frameworks.verl.training.PolicyLoss",
             "ours: a place for hyperparameters",
@@ -235,43 +276,13 @@ def compose(
             key: (value, f"makes verl's {estimator} {o.adv}")
             for key, value in settings.items()
         },
+        f"+{ACTOR}.policy_loss.upref": (
+            values | {"parity": {"on_fail": "warn"}},
+            "; ".join(
+                [*(f"{key}: {source}" for key, (_, source) in hp.items()), why_parity]
+            ),
+        ),
     }
-    hp = s.hyperparameters.get(objective, {})
-    o_loss.resolve({k: v for k, (v, _) in hp.items()})
-    why_parity = "parity: ours: a run of days is not ended by one alarm, which the report shows (stop ends it)"
-    chosen[f"+{ACTOR}.policy_loss.upref"] = (
-        {k: v for k, (v, _) in hp.items()} | {"parity": {"on_fail": "warn"}},
-        "; ".join([*(f"{k}: {source}" for k, (_, source) in hp.items()), why_parity]),
-    )
-    lines |= {key: value for key, (value, _) in chosen.items()}
-    sources |= {key: source for key, (_, source) in chosen.items()}
-    notes.append(f"advantages: {o.adv} = verl's {estimator} ({difference})")
-    if o.batch_coupled:
-        notes.append(
-            f"{objective} couples the batch and sees one micro-batch at a time: {o.batch_coupled}"
-        )
-
-    def own(places: dict[str, Any]) -> list[str]:
-        """Return the overrides of this run, with these folders and names in them."""
-        return [f"{key}={_hydra(_fill(value, places))}" for key, value in lines.items()]
-
-    # the name of a run does not depend on where its folders are
-    nowhere = dict.fromkeys(("root", "data", "run", "name"), "")
-    directory = RUNS / (name or name_of(f"{objective}-{scale}", own(nowhere), given))
-    env = environment(directory)
-    for key, value in env.items():
-        key = f"+ray_kwargs.ray_init.runtime_env.env_vars.{key}"
-        lines[key], sources[key] = (
-            value,
-            "ours: every worker loads the plug-in, and finds this checkout",
-        )
-    places = {
-        "root": ROOT,
-        "data": data or RUNS / "data",
-        "run": directory,
-        "name": directory.name,
-    }
-    return Run(objective, s, own(places) + given, sources, notes, directory, env, given)
 
 
 def extra(name: str) -> upref.Objective:
