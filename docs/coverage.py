@@ -190,34 +190,6 @@ def _range(values: set[float]) -> str:
     return f"{least:.4g} to {largest:.4g}"
 
 
-# what becomes of the order of rows, by its key in layouts.toml: words, and which axes of
-# a check have it, by their order; "" stands for random order
-ORDERS = {
-    "blocks": ("all responses to a prompt after each other", "in blocks of {}"),
-    "in turn": (
-        "dealt to the ranks in turn, alone or in micro-batches, so that prompts begin again on each rank",
-        "prompts in turn, in blocks of {}",
-    ),
-    "shortest by rank": (
-        "by length, the shortest first, on each rank",
-        "shortest first; shortest first, rank by rank",
-    ),
-    "longest": (
-        "by length, the longest first",
-        "longest first; longest first, rank by rank",
-    ),
-    "both ends": (
-        "by length on each rank, with the shortest at both ends",
-        "shortest at both ends, rank by rank",
-    ),
-    "balanced": (
-        "in parts of nearly equal numbers of tokens, each in the order of the algorithm",
-        "random order",
-    ),
-    "shuffled": ("shuffled", "random order"),
-}
-
-
 def _blocks(in_turn: bool) -> str:
     """Return the sizes of the blocks of the axes, with prompts in turn or without."""
     from upref.weights.stress import AXES
@@ -232,9 +204,10 @@ def layouts() -> str:
     from layouts.toml.
     """
     rows = []
-    for layout in tomllib.loads(LAYOUTS.read_text(encoding="utf-8"))["layout"]:
-        words, tried = ORDERS[layout["order"]]
-        tried = tried.format(_blocks(layout["order"] == "in turn"))
+    read = tomllib.loads(LAYOUTS.read_text(encoding="utf-8"))
+    for layout in read["layout"]:
+        order = read["order"][layout["order"]]
+        tried = order["tried"].format(_blocks(layout["order"] == "in turn"))
         place = f"{layout['file']}, line {layout['line']}"
         if "commit" in layout:
             url = (
@@ -242,7 +215,7 @@ def layouts() -> str:
                 f"{layout['file']}#L{layout['line']}"
             )
             place = f"[{place}]({url})"
-        rows.append((layout["framework"], words, place, tried))
+        rows.append((layout["framework"], order["words"], place, tried))
     return _rows("framework | its rows | the line that decides it | in a check", rows)
 
 

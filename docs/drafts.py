@@ -26,34 +26,11 @@ WORDS = "the framework's own words"
 DRAFT = "a draft of an issue"
 NONE = "none"
 BLAMING = ("bug", "surprising default")
-HEAD = """# Issues to ask about: {name}
-
-These are drafts: nobody has sent them. Each asks about one entry of
-[the ledger](../../upref_frameworks/{framework}/ledger.toml). Before one is sent, its script runs again
-at the newest version, and the issues of the project are searched once more.
-`python -m docs.drafts --write` writes this page.
-"""
-DRAFTED = """## {key}
-
-**{title}**
-
-Hello, and thank you for {name}.
-
-{text}
-
-What we ran: {name} {version}, [this line]({line}). The script needs {name} and what it depends on, and nothing of ours:
-
-```python
-{script}
-```
-
-It prints `{prints}`: first what we expect from the paper, then what the code gives.
-"""
 
 
 def texts() -> dict[str, Any]:
-    """Return upstream/issues.toml: `names` of frameworks, and `issue`, a list of texts
-    with the entries they serve.
+    """Return upstream/issues.toml: `head` of a page and `draft` of an issue, to be filled
+    in; `names` of frameworks; and `issue`, a list of texts with the entries they serve.
     """
     return tomllib.loads(TEXTS.read_text(encoding="utf-8"))
 
@@ -101,29 +78,32 @@ def pages() -> dict[Path, str]:
     for issue in record["issue"]:
         for key in issue["entries"]:
             name = known[key].framework
-            draft = _draft(known[key], issue, record["names"][name])
+            filled = _fields(known[key], issue, record["names"][name])
+            draft = record["draft"].format(**filled)
             drafts_of.setdefault(name, []).append(draft)
     pages = {}
     for name, drafts in drafts_of.items():
-        head = HEAD.format(name=record["names"][name], framework=name)
+        head = record["head"].format(name=record["names"][name], framework=name)
         pages[FOLDER / name / "ISSUES.md"] = "\n".join([head, *drafts])
     return pages
 
 
-def _draft(entry: Entry, issue: dict[str, Any], name: str) -> str:
-    """Return one issue: its text, and what the ledger records of the entry."""
+def _fields(entry: Entry, issue: dict[str, Any], name: str) -> dict[str, str]:
+    """Return what an issue is made of: its text, and what the ledger records of the
+    entry.
+    """
     pin = framework(entry.framework).pin
     day = f" of {pin.date}" if pin and pin.date else ""
-    return DRAFTED.format(
-        key=entry.key,
-        title=issue["title"],
-        name=name,
-        text=issue["text"].strip(),
-        version=entry.version + day,
-        line=entry.at,
-        script=entry.proof.strip(),
-        prints=" ".join(entry.prints.split()),
-    )
+    return {
+        "key": entry.key,
+        "title": issue["title"],
+        "name": name,
+        "text": issue["text"].strip(),
+        "version": entry.version + day,
+        "line": entry.at,
+        "script": entry.proof.strip(),
+        "prints": " ".join(entry.prints.split()),
+    }
 
 
 def main() -> None:

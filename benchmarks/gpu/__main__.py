@@ -62,7 +62,6 @@ def parts() -> dict[str, Part]:
         by_name[f"steps-{i}"] = Part("steps", (str(i),), TOGETHER)
     for i in range(len(kernels.MAKERS)):
         by_name[f"kernels-{i}"] = Part("kernels", (str(i),), TOGETHER)
-    by_name["losses-liger"] = Part("losses", ("liger",), TOGETHER)
     for i in range(losses.SHARDS):
         by_name[f"losses-{i}"] = Part("losses", (str(i),), TOGETHER)
     by_name["training"] = Part("training", (), TRAINING)

@@ -30,7 +30,7 @@ NEEDED = {
     "trl": "training, and TRL's rows of kernels, losses and steps",
     "datasets": "training",
     "math-verify": "training, and verl's rewards",
-    "liger-kernel": "Liger's rows of kernels and losses",
+    "liger-kernel": "Liger's rows of kernels",
     "verl": "verl's rows of kernels and losses, and the trial of verl",
     "ray": "verl's losses, which import it, and the trial of verl",
     "tensordict": "verl's losses",

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each objective's loss and gradient on the GPU, eager and compiled, against float64 on
-the CPU; and Liger's Triton GRPO loss through upref.check.
+the CPU.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import upref
-from benchmarks.gpu.place import SEED, PartSetup, moved
+from benchmarks.gpu.place import PartSetup, moved
 from upref.weights.batches import OFF_EDGES, batch
 
 SHARDS = 6  # processes
@@ -18,12 +18,9 @@ SLOW = ("bandpo_kl", "aspo_code", "bandpo_chi2")  # to compile
 
 
 def main(place: PartSetup, which: str) -> None:
-    """Write the rows of one part: those of Liger if `which` is "liger", else those of
-    every sixth objective from the number `which` on. A trial takes two objectives.
+    """Write the rows of every sixth objective from the number `which` on. A trial takes
+    two objectives.
     """
-    if which == "liger":
-        liger(place)
-        return
     # what compiles longest comes last
     names = sorted(upref.names(), key=lambda n: n in SLOW)[int(which) :: SHARDS]
     for name in names[:2] if place.small else names:
@@ -83,83 +80,3 @@ def one(name: str, device: str) -> dict[str, Any]:
         "float32": errors(o.J, torch.float32),
         "compiled": errors(compiled, torch.float32),
     }
-
-
-def through_logits(loss_type: str, device: str, **settings: Any) -> Callable[..., Any]:
-    """Make Liger's Triton GRPO loss a function of log-probabilities.
-
-    Each token has a vocabulary of two logits, of which the first has the token's
-    log-probability and the second has the rest.
-
-    Args:
-        loss_type: of Liger.
-        device: where it computes.
-        **settings: further arguments of Liger's function.
-
-    Returns:
-        A loss that `upref.check` takes, of tensors on the CPU.
-    """
-    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
-
-    def loss(
-        log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor
-    ) -> Tensor:
-        """Return Liger's loss, a scalar on the CPU. Of the advantages it reads the
-        first of each row.
-        """
-        # Two finite logits cannot have a log-probability of 0, so it is at most -1e-6.
-        # The clamp is detached, so that the gradient passes unchanged.
-        lp = log_prob - (log_prob - log_prob.clamp(max=-1e-6)).detach()
-        lp = lp.float().to(device)
-        other = torch.log1p(-lp.double().exp()).float()
-        z = torch.stack([lp, other], -1)
-        z = torch.nn.functional.pad(z, (0, 0, 0, 1)).contiguous()
-        out = triton_grpo_loss(
-            z,
-            old_log_prob.float().to(device).contiguous(),
-            None,
-            torch.zeros_like(mask, dtype=torch.long).to(device),
-            advantages[:, 0].float().to(device).contiguous(),
-            mask.long().to(device),
-            temperature=1.0,
-            beta=0.0,
-            loss_type=loss_type,
-            inplace=False,
-            reduce=True,
-            **settings,
-        )
-        return (out[0] if isinstance(out, tuple) else out).cpu()
-
-    loss.__name__ = f"Liger triton_grpo_loss, {loss_type}"
-    return loss
-
-
-# loss_type of Liger -> the objective, and both sides' numbers
-LIGER: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
-    ("grpo", "grpo", {"eps_low": 0.2, "eps_high": 0.2}, {}),
-    ("dapo", "dapo", {"eps_low": 0.2, "eps_high": 0.28}, {}),
-    ("dapo", "dapo", {"eps_low": 0.2, "eps_high": 0.28, "delta": 3.0}, {}),
-    ("cispo", "cispo", {"eps_low": 0.2, "eps_high": 5.0}, {}),
-    ("sapo", "sapo", {}, {}),
-    (
-        "grpo",
-        "gspo",
-        {"eps_low": 3e-4, "eps_high": 4e-4, "importance_sampling_level": "sequence"},
-        {},
-    ),
-    ("luspo", "luspo", {"importance_sampling_level": "sequence"}, {}),
-]
-
-
-def liger(place: PartSetup) -> None:
-    """Check each loss_type of Liger against its objective, and identify it; write a row
-    of each.
-    """
-    torch.manual_seed(SEED)
-    for loss_type, name, settings, hp in LIGER:
-        with place.row(liger=loss_type, objective=name, settings=settings) as row:
-            loss = through_logits(loss_type, place.device, **settings)
-            report = upref.check(loss, name, **hp)
-            row |= {"agrees": bool(report), "text": str(report)}
-        with place.row(liger=loss_type, objective="identify", settings=settings) as row:
-            row |= {"text": str(upref.identify(loss))}

@@ -16,6 +16,7 @@ import hashlib
 import os
 import re
 import shutil
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from html import escape
@@ -34,6 +35,7 @@ NAMED = {
     "CONTRIBUTING.md": "contributing",
     "docs/site/explorer.md": "explorer",
 }
+COURSE = "course/README"  # the head of its section
 LESSONS = {page.page for page in course_pages()}
 PICTURES = (".svg", ".png", ".jpg")
 LANGUAGES = {
@@ -75,89 +77,20 @@ def docname(path: str) -> str:
     return NAMED.get(path) or path.removesuffix(".md").removeprefix("docs/")
 
 
-SECTIONS = [
-    Section("start", "Start here", "Is my loss DAPO? In five minutes, without a GPU."),
-    Section(
-        "howto",
-        "How-to",
-        "Check a loss in CI, train in verl or TRL, draw a Cap map, add an objective.",
-        [
-            "howto/ten-minutes",
-            "howto/first-program",
-            "howto/wrap-your-loss",
-            "howto/check-your-trainer",
-            "howto/replay",
-            "howto/find-your-picture",
-            "howto/check-in-ci",
-            "howto/conformance",
-            "trl",
-            "verl",
-            "howto/*",
-            "sharp-bits",
-            "what-check-sees",
-            "adding",
-            "glossary",
-        ],
-    ),
-    Section(
-        "course/README",
-        "Course",
-        "From “a policy is a softmax” to “what is wrong with this run”.",
-        [docname(page.page) for page in course_pages()],
-    ),
-    Section(
-        "objectives",
-        "Objectives",
-        "Equation, gradient, pictures and relatives of each.",
-        ["objectives/*"],
-    ),
-    Section(
-        "explorer",
-        "Explorer",
-        "Move a bound, a token or an advantage on an interactive page.",
-    ),
-    Section(
-        "derivations",
-        "Derivations",
-        "Proofs of the paper's equations, with their conditions.",
-        ["derivations/*"],
-    ),
-    Section(
-        "frameworks",
-        "Frameworks",
-        "What the losses of verl, TRL and others compute.",
-        [
-            "recipes",
-            "frameworks*",
-            "frameworks/*",
-            "steps",
-            "options",
-            "faults",
-            "in-the-wild",
-            "thirteen-trainers",
-            "upgrading",
-        ],
-    ),
-    Section(
-        "claims",
-        "Claims",
-        "A verdict on every claim of the paper, with its evidence.",
-        ["findings", "claims*", "verdicts"],
-        Section(
-            "reports",
-            "Reports of the experiments",
-            "One page for each experiment: its question, what was registered before it ran, and its result.",
-            ["repro/mini/*", "repro/exact/*"],
-        ),
-    ),
-    Section("api", "API", "Every public name.", ["api/*"]),
-    Section(
-        "more",
-        "More",
-        "Speed, code map, contributing, changes.",
-        ["speed", "architecture", "contributing", "changelog", "*"],
-    ),
-]
+def read_sections() -> list[Section]:
+    """The sections of sections.toml, with the pages of the course."""
+    text = Path(__file__).with_name("sections.toml").read_text(encoding="utf-8")
+    found = []
+    for table in tomllib.loads(text)["section"]:
+        if behind := table.pop("folded", None):
+            table["folded"] = Section(**behind)
+        if table["head"] == COURSE:
+            table["pages"] = [docname(page.page) for page in course_pages()]
+        found.append(Section(**table))
+    return found
+
+
+SECTIONS = read_sections()
 
 
 class Gathering:

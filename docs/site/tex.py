@@ -2,66 +2,20 @@
 """The registry's equations and sympy's expressions as TeX."""
 
 import re
+import tomllib
+from pathlib import Path
 
 import sympy
 
 from upref import names
 
-GREEK = {
-    "ε": r"\varepsilon",
-    "θ": r"\theta",
-    "π": r"\pi",
-    "μ": r"\mu",
-    "σ": r"\sigma",
-    "τ": r"\tau",
-    "β": r"\beta",
-    "λ": r"\lambda",
-    "γ": r"\gamma",
-    "η": r"\eta",
-    "φ": r"\varphi",
-    "Ā": r"\bar{A}",
-    "δ": r"\delta",
-    "Σ": r"\sum",
-    "Π": r"\prod",
-    "∞": r"\infty",
-    "∇": r"\nabla",
-    "‖": r"\,\Vert\,",
-    "∈": r"\in ",
-    "≠": r"\ne ",
-    "²": "^2",
-    "Ê": r"\hat{\mathbb{E}}",
-    "E": r"\mathbb{E}",
-    "∝": r"\propto ",
-}
-SIGNS = {
-    "<=": r"\le ",
-    ">=": r"\ge ",
-    "~": r"\sim ",
-    "%": r"\% ",
-    "->": r"\to ",
-    "{": r"\{",
-    "}": r"\}",
-    "#": r"\#",
-}
+_LETTERS = tomllib.loads(
+    Path(__file__).with_name("letters.toml").read_text(encoding="utf-8")
+)
+GREEK: dict[str, str] = _LETTERS["greek"]
+SIGNS: dict[str, str] = _LETTERS["signs"]
+SYMBOLS: dict[str, str] = _LETTERS["symbols"]  # of sympy
 WORDS = "min max clip log exp sg mean sgn std KL Bern whiten low high"
-SYMBOLS = {
-    "lp": r"\mathrm{lp}",
-    "lp_old": r"\mathrm{lp}_\mathrm{old}",
-    "mu": r"\mu",
-    "eps": r"\varepsilon",
-    "eps_low": r"\varepsilon_\mathrm{low}",
-    "eps_high": r"\varepsilon_\mathrm{high}",
-    "tau_pos": r"\tau_{+}",
-    "tau_neg": r"\tau_{-}",
-    "lam": r"\lambda",
-    "delta": r"\delta",
-    "cap": r"\mathrm{cap}",
-    "tau": r"\tau",
-    "c1_pos": "c_{1+}",
-    "c2_pos": "c_{2+}",
-    "c1_neg": "c_{1-}",
-    "c2_neg": "c_{2-}",
-}
 OBJECTIVES = "|".join(sorted(names(), key=len)[::-1])
 TOKEN = re.compile(
     rf"(?P<name>{OBJECTIVES})\b"

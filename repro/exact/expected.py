@@ -3,24 +3,24 @@
 
     E_{q, o_1..o_G ~ π_old} J(o_1..o_G),   J the registry's own, by its weights per row
 
-A mini-batch of infinitely many prompts, each answered by a group of G. Three exact ways
+A mini-batch of infinitely many prompts, each answered by a group of G. Two exact ways
 to write that down:
 
 * by counts: rewards are 0 or 1, so that the advantage of o knows of its peers only how
   many are right: a row is (o, K), of probability π_old(o) Binomial(K; G-1, share of
   right);
-* by groups: every multiset of G responses with its multinomial probability. For any
-  reward, for lengths that differ under a denominator per group, and for objectives that
-  couple a batch (a mini-batch is then one group);
 * G = None: a group of infinitely many, whose mean and deviation are those of π_old.
+
+What asks for a list of every group (graded rewards, lengths that differ under a
+denominator per group, objectives that couple a batch) is refused where G is finite; the
+program at commit 3fd30ed9 lists them.
 
 Normalisations over a batch (`whiten`, `group_mean_whiten`) use the moments of the
 infinite batch.
 """
 
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
-from math import comb, lgamma
+from math import comb
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ from upref.registry import Objective
 
 # the defaults of upref.advantages; a test looks
 EPS = {"group_norm": 1e-6, "whiten": 1e-8, "group_mean_whiten": 1e-8}
-MOST_GROUPS = 20_000
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,9 @@ class Rows:
         policy: index, 0 to S - 1.
         response: index, 0 to N - 1.
         A: advantage.
-        weight: a probability; the rows of one policy add up to 1 (by groups: each of
-            the G rows has P(group) / G).
-        group: by groups only, which group a row is of.
-        groups: how many groups there are; 0 by counts.
+        weight: a probability; the rows of one policy add up to 1.
+        group: of given groups only (flow.drawn), which group a row is of.
+        groups: how many of these there are.
     """
 
     policy: Tensor
@@ -66,53 +64,37 @@ def rows(
     objective: Objective,
     G: int | None,
     adv: str | None = None,
-    way: str = "",
 ) -> Rows:
     """Return the rows of the expectation under π_old.
 
     Args:
         task: all responses.
         lp_old: log π_old of their tokens, [S, N, T].
-        objective: decides the advantage and the way, unless these are given.
+        objective: decides the advantage, unless it is given.
         G: responses to a prompt; None: infinitely many.
         adv: an advantage estimator.
-        way: "infinite", "counts" or "groups"; "": `choose` decides.
 
     Raises:
-        InputError: the estimator or the way does not fit G, or there are too many
-            groups.
+        InputError: the estimator does not fit G, or every group would have to be
+            listed.
     """
     adv = adv or objective.adv
-    if G is not None and G < 2 and adv not in ("signed", "reward", "whiten"):
-        raise InputError(f"{adv} needs groups of at least two, got G = {G}.")
+    if objective.batch_coupled:
+        raise InputError(
+            f"{objective.name} couples the batch ({objective.batch_coupled}): it has no exact expectation here."
+        )
     pi = task.responses(lp_old)
-    way = way or choose(task, objective, G)
-    if way == "infinite":
-        return _infinite(task, pi, adv)
-    assert G is not None
-    if way == "counts":
-        return _counts(task, pi, adv, G)
-    return _groups(task, pi, adv, G)
-
-
-def choose(task: Task, objective: Objective, G: int | None) -> str:
-    """Return the cheapest way that is exact: "infinite" without G; "counts" for rewards
-    of 0 or 1, unless the objective or its denominator depends on the whole group; else
-    "groups".
-
-    Raises:
-        InputError: G is None, and the objective couples a batch.
-    """
-    # a group's denominator depends on which responses are in it
-    per_group = objective.agg == "group-token-mean" and not task.one_length
     if G is None:
-        if objective.batch_coupled:
-            raise InputError(
-                f"{objective.name} couples the batch ({objective.batch_coupled}): give a finite group, G=4."
-            )
-        return "infinite"
-    by_counts = task.binary and not per_group and not objective.batch_coupled
-    return "counts" if by_counts else "groups"
+        return _infinite(task, pi, adv)
+    if G < 2 and adv not in ("signed", "reward", "whiten"):
+        raise InputError(f"{adv} needs groups of at least two, got G = {G}.")
+    if not task.binary:
+        raise InputError("groups of G need rewards of 0 and 1: choose G=None.")
+    if objective.agg == "group-token-mean" and not task.one_length:
+        raise InputError(
+            f"{objective.name} has a denominator per group: give the responses one length."
+        )
+    return _counts(task, pi, adv, G)
 
 
 def J(
@@ -295,69 +277,4 @@ def _infinite(task: Task, pi: Tensor, adv: str) -> Rows:
         response=flat(torch.arange(N)),
         A=flat(A),
         weight=flat(pi / P.shape[1]),  # prompts are equally frequent
-    )
-
-
-def all_groups(n: int, G: int) -> Tensor:
-    """Return every multiset of G out of n, one a row of sorted indices.
-
-    Raises:
-        InputError: there are more than MOST_GROUPS.
-    """
-    if comb(n + G - 1, G) > MOST_GROUPS:
-        raise InputError(
-            f"{n} responses make {comb(n + G - 1, G)} groups of {G}, more than {MOST_GROUPS}: lower G."
-        )
-    return torch.tensor(list(combinations_with_replacement(range(n), G)))
-
-
-def group_probability(groups: Tensor, pi: Tensor) -> Tensor:
-    """Return the multinomial probability that G draws from pi give each multiset, [S,
-    M].
-
-    Args:
-        groups: [M, G].
-        pi: [S, n].
-    """
-    counts = torch.stack([(groups == i).sum(1) for i in range(pi.shape[1])], 1).to(F64)
-    orders = lgamma(groups.shape[1] + 1) - (counts + 1).lgamma().sum(1)
-    return (orders + (counts[None] * pi[:, None].clamp(min=1e-300).log()).sum(-1)).exp()
-
-
-def _groups(task: Task, pi: Tensor, adv: str, G: int) -> Rows:
-    """Return the rows of every possible group of G responses, G rows each, with its
-    probability. π is [S, N].
-
-    Raises:
-        InputError: the estimator normalizes over the batch.
-    """
-    if adv in ("whiten", "group_mean_whiten"):
-        raise InputError(
-            f"{adv} looks beyond the group, and groups are enumerated one by one: choose group_norm."
-        )
-    prompts = int(task.prompt.max()) + 1
-    members, probability = [], []
-    for q in range(prompts):
-        own = (task.prompt == q).nonzero()[:, 0]
-        groups = all_groups(len(own), G)
-        members.append(own[groups])
-        probability.append(group_probability(groups, pi[:, own]) / prompts)
-    response, P = torch.cat(members), torch.cat(probability, 1)  # [M, G], [S, M]
-    S, M = P.shape
-    ids = torch.arange(M)[:, None].expand(-1, G)
-    R = task.reward[response].reshape(-1)
-    A = advantages.get(adv)(R, ids.reshape(-1)).reshape(M, G)
-
-    def flat(x: Tensor) -> Tensor:
-        """Return a number for each response of each group, in one column."""
-        return x.expand(S, M, G).reshape(-1)
-
-    policy = torch.arange(S)[:, None, None]
-    return Rows(
-        policy=flat(policy),
-        response=flat(response),
-        A=flat(A),
-        weight=flat(P[..., None] / G),
-        group=flat(policy * M + ids),  # a group of another policy has another number
-        groups=S * M,
     )

@@ -15,7 +15,11 @@ from upref import advantages
 from upref.errors import InputError
 
 BATCH_WIDE = ("whiten", "group_mean_whiten")
-ONE_GROUP = [n for n in upref.names() if upref.get(n).adv not in BATCH_WIDE]
+ONE_GROUP = [
+    name
+    for name, o in ((name, upref.get(name)) for name in upref.names())
+    if o.adv not in BATCH_WIDE and not o.batch_coupled
+]
 
 
 def brute(task, o, theta, lp_old, G, **hp):
@@ -53,14 +57,14 @@ def case(task, seed=0, spread=0.7):
     )
 
 
-def both_gradients(task, o, G, way=""):
+def both_gradients(task, o, G):
     """Return the gradient by the expectation's formula, and by listing every group of
     G.
     """
     theta, lp_old = case(task)
     theta.requires_grad_()
     truth = torch.autograd.grad(brute(task, o, theta, lp_old, G), theta)[0]
-    rows = expected.rows(task, lp_old, o, G, way=way)
+    rows = expected.rows(task, lp_old, o, G)
     return flow.gradient(task, o, theta, lp_old, rows), truth
 
 
@@ -72,18 +76,20 @@ def test_one_token(name):
     assert torch.allclose(found, truth, atol=1e-13, rtol=1e-11)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in ONE_GROUP if not upref.get(n).batch_coupled]
-)
-def test_two_tokens_by_counts_and_by_groups(name):
+@pytest.mark.parametrize("name", ONE_GROUP)
+def test_two_tokens(name):
     task = strings(2, 2, {(0, 1), (1, 1)})
-    for way in ("counts", "groups"):
-        found, truth = both_gradients(task, upref.get(name), 2, way)
-        assert torch.allclose(found, truth, atol=1e-13, rtol=1e-11), way
+    found, truth = both_gradients(task, upref.get(name), 2)
+    assert torch.allclose(found, truth, atol=1e-13, rtol=1e-11)
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in ONE_GROUP if upref.get(n).agg != "token-mean"]
+    "name",
+    [
+        n
+        for n in ONE_GROUP
+        if upref.get(n).agg not in ("token-mean", "group-token-mean")
+    ],
 )
 def test_lengths_that_differ(name):
     task = strings(2, 2, {(0,), (1, 1)}, end=0)
@@ -108,28 +114,17 @@ def test_a_denominator_over_the_batch_is_its_mean_length():
     assert torch.allclose(found, by_hand, atol=1e-14)
 
 
-def test_rewards_that_are_not_binary():
-    found, truth = both_gradients(bandit([1.0, 0.5, 0]), upref.get("dapo"), 3)
-    assert torch.allclose(found, truth, atol=1e-13)
-
-
 def test_policies_do_not_know_of_each_other():
     """Find that the gradient of two policies together is those of each alone."""
     task, o = strings(2, 2, {(0, 1)}), upref.get("up_dapo")
     (a, old_a), (b, old_b) = case(task, 1), case(task, 2)
     together, olds = torch.cat([a, b]), torch.cat([old_a, old_b])
-    for way in ("counts", "groups"):
 
-        def grad(theta, old, way=way):
-            return flow.gradient(
-                task, o, theta, old, expected.rows(task, old, o, 4, way=way)
-            )
+    def grad(theta, old):
+        return flow.gradient(task, o, theta, old, expected.rows(task, old, o, 4))
 
-        assert torch.allclose(
-            grad(together, olds),
-            torch.cat([grad(a, old_a), grad(b, old_b)]),
-            atol=1e-14,
-        )
+    apart = torch.cat([grad(a, old_a), grad(b, old_b)])
+    assert torch.allclose(grad(together, olds), apart, atol=1e-14)
 
 
 def test_probabilities_add_up():
@@ -139,9 +134,6 @@ def test_probabilities_add_up():
         assert expected.rows(
             task, lp_old, upref.get("dapo"), G
         ).weight.sum() == pytest.approx(1, abs=1e-14)
-    assert expected.rows(
-        task, lp_old, upref.get("dapo"), 3, way="groups"
-    ).weight.sum() == pytest.approx(1, abs=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -194,10 +186,14 @@ def test_what_cannot_be_is_one_sentence():
         expected.rows(task, lp_old, upref.get("m2po"), None)
     with pytest.raises(InputError, match="groups of at least two"):
         expected.rows(task, lp_old, upref.get("dapo"), 1)
-    with pytest.raises(InputError, match="lower G"):
-        expected.all_groups(27, 8)
-    with pytest.raises(InputError, match="beyond the group"):
-        expected.rows(bandit([1.0, 0.5, 0]), lp_old, upref.get("dapo"), 4, "whiten")
+    with pytest.raises(InputError, match="rewards of 0 and 1"):
+        expected.rows(bandit([1.0, 0.5, 0]), lp_old, upref.get("dapo"), 4)
+    different = strings(2, 2, {(0,), (1, 1)}, end=0)
+    per_group = next(
+        o for o in map(upref.get, ONE_GROUP) if o.agg == "group-token-mean"
+    )
+    with pytest.raises(InputError, match="one length"):
+        expected.rows(different, case(different)[1], per_group, 4)
     with pytest.raises(InputError, match="beta"):
         theta, _ = case(task)
         flow.gradient(

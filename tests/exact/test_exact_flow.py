@@ -3,7 +3,7 @@
 not from a run of this code.
 """
 
-from itertools import islice, product
+from itertools import islice
 from math import comb, log, sqrt
 
 import numpy as np
@@ -12,7 +12,6 @@ import torch
 
 import upref
 from repro.exact import expected, flow
-from repro.exact.expected import all_groups, group_probability
 from repro.exact.task import F64, bandit
 from upref.errors import InputError
 from upref.user_code.guard import one_thread
@@ -111,28 +110,6 @@ def test_off_policy_reinforce_moves_the_logits_at_constant_speed():
     assert torch.allclose((end - theta)[0, 0], lr * n * speed, atol=1e-9)
 
 
-def test_up_rests_where_the_implicit_equation_says():
-    """Graded rewards, so that an answer is right in one group and wrong in another: at
-    rest p_a Λ = mu_a E[A+ | a] + mu_a E[A- | a] r_a [r_a >= 1 - ε_low], Λ the sum of
-    the right-hand sides. E by listing the groups."""
-    mu, R, G = [0.5, 0.3, 0.2], [0.0, 0.5, 1.0], 3
-    task = bandit(R)
-    s = last(flow.path(task, UP, task.start([mu]), lr=2.0, k=0, G=G), 2000)
-    p, plus, minus = s.pi[0].numpy(), np.zeros(3), np.zeros(3)
-    for group in product(range(3), repeat=G):
-        r = np.array([R[a] for a in group])
-        if r.std() == 0:
-            continue
-        P = np.prod([mu[a] for a in group])
-        for a, adv in zip(group, (r - r.mean()) / (r.std(ddof=1) + 1e-6), strict=True):
-            # mu_a E[A | a], added up over places
-            (plus if adv > 0 else minus)[a] += P * adv / G
-    ratio = p / np.array(mu)
-    side = plus + minus * ratio * (ratio >= 0.8)
-    assert (ratio < 0.8).any() and (plus > 0).sum() == 2 and minus[1] < -0.01
-    assert p * side.sum() == pytest.approx(side, abs=5e-4)
-
-
 # ---- π_old renewed -------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["dapo", "up_dapo", "is_pg", "cispo"])
 def test_first_order_rise_time(name):
@@ -196,16 +173,7 @@ def test_common_right_answers_win_on_policy():
     )
 
 
-# ---- one draw ------------------------------------------------------------------------
-def test_groups_have_their_probability():
-    pi = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]], dtype=F64)
-    groups = all_groups(3, 4)
-    P = group_probability(groups, pi)
-    assert torch.allclose(P.sum(1), torch.ones(2, dtype=F64), atol=1e-14)
-    twice = [list(map(int, g)) for g in groups].index([0, 0, 1, 2])
-    assert float(P[0, twice]) == pytest.approx(12 * 0.5**2 * 0.3 * 0.2, rel=1e-12)
-
-
+# ---- Adam ----------------------------------------------------------------------------
 def test_adam_moves_every_logit_alike_at_first():
     """Its first step is lr sign(g): a rare right token moves as far as a common one."""
     task = bandit([1.0, 1, 0])
