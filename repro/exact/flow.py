@@ -7,10 +7,11 @@ so on.
 Plain ascent, so that an update is nothing but the objective's: no momentum, no clipping
 of gradients. (Adam gives every logit of a table a step of about lr, however rare its
 token; tables "with Adam" show what that changes.) The mini-batch is infinite, so a path is
-the limit of many prompts, not the mean of the paths of small batches.
+the limit of many prompts, not the mean of the paths of small batches. `drawn` makes k
+epochs on given groups, each alone: lesson 6 uses it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from repro.exact import expected
 from repro.exact.expected import Rows
 from repro.exact.task import F64, Task
+from upref import advantages
 from upref.errors import InputError
 from upref.registry import Objective
 
@@ -112,3 +114,48 @@ def gradient(
     return torch.autograd.grad(
         expected.J(task, objective, lp, lp_old, rows, table, **hp), theta
     )[0]
+
+
+def drawn(
+    task: Task,
+    objective: Objective,
+    theta: Tensor,
+    groups: Tensor,
+    *,
+    lr: float,
+    k: int,
+    adv: str | None = None,
+    watch: Callable[[Tensor], object] = lambda g: None,
+    **hp,
+) -> Tensor:
+    """Return θ after k epochs on each group alone, by plain ascent, [M, D, V].
+
+    Args:
+        task: all responses.
+        objective: whose J rises.
+        theta: where each starts, [1, D, V] or [M, D, V].
+        groups: [M, G], indices of responses to one prompt; one policy each.
+        lr: learning rate.
+        k: epochs.
+        adv: an advantage estimator instead of the objective's own.
+        watch: called with the gradient of each epoch.
+        **hp: hyperparameters of the objective.
+    """
+    M, G = groups.shape
+    start = theta.expand(M, *theta.shape[1:])
+    policy = torch.arange(M)[:, None].expand(M, G).reshape(-1)
+    A = advantages.get(adv or objective.adv)(task.reward[groups].reshape(-1), policy)
+    rows = Rows(
+        policy=policy,
+        response=groups.reshape(-1),
+        A=A,
+        weight=torch.full((M * G,), 1 / G, dtype=F64),
+        group=policy,
+        groups=M,
+    )
+    lp_old, theta = task.log_probs(start), start
+    for _ in range(k):
+        g = gradient(task, objective, theta, lp_old, rows, **hp)
+        watch(g)
+        theta = theta + lr * g
+    return theta
