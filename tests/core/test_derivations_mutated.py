@@ -47,6 +47,9 @@ def changed(sign, low=0.0, high=inf, to=lambda lp, lp_old, A, J: 0 * lp):
 
         @functools.wraps(fn)
         def mutant(lp, lp_old, A, *more, **hp):
+            """Return J, changed where A has the sign and the ratio lies between low and
+            high.
+            """
             J, d = (
                 fn(lp, lp_old, A, *more, **hp),
                 lp - (0 * lp if lp_old is None else lp_old),

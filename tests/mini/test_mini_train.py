@@ -424,6 +424,9 @@ def test_entropy_bonus_is_the_token_mean_of_the_minibatch(monkeypatch):
     """
 
     def gradient(bonus: float, only_entropy: bool = False) -> torch.Tensor:
+        """Return the gradient of a minibatch's update with this bonus, or of the
+        negative entropy alone.
+        """
         run = Run(replace(SMALL, objective="dapo", entropy_bonus=bonus, grad_clip=1e9))
         s = run.s
         problems = run.task.problems("train", s.train_problems, seed=0)

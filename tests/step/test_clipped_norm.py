@@ -32,6 +32,7 @@ def clipped_step(*, temperature=T, k1=0.0, k3=0.0, clip=CLIP, larger=1.0):
     """
 
     def step(model, rows):
+        """Compute the gradient in two halves, and clip its norm where `clip` is given."""
         total = sum(sum(r.trains) for r in rows)
         for part in (rows[:4], rows[4:]):
             ids, there, trains, old, adv, ref = (x for x in collated(part))
@@ -138,6 +139,7 @@ def test_labels_that_stand_too_early_are_named(by):
     """Those of 1:1 + keep in place of -keep:."""
 
     def step(model, rows):
+        """Score each response's columns with the tokens `by` places earlier."""
         total = sum(sum(r.trains) for r in rows)
         for r in rows:
             start = len(r.prompt)

@@ -41,6 +41,7 @@ def make_step(temperature=T, left=False, exponent=1.0):
     """
 
     def step(model, rows):
+        """Compute DAPO's gradient, row by row, on the model's device."""
         device = next(model.parameters()).device
         width = max(len(r.ids) for r in rows)
         total = sum(sum(r.trains) for r in rows)

@@ -78,6 +78,7 @@ def flat_engine(kept, make_optimizer, master=None):
     """
 
     def step(model, rows):
+        """Step a flat copy of the weights, and copy its pieces back into the model."""
         flat = master
         if flat is None:
             flat = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -163,6 +164,7 @@ def test_a_plain_loop_has_the_same_verdict(model):
 
 def test_a_closure_and_a_maximizing_optimizer_are_read(model):
     def step(model, rows):
+        """Maximize the negative loss in a closure."""
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
 
         def closure():

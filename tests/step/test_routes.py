@@ -258,6 +258,9 @@ def test_routes_that_the_model_takes_anyway_exercise_nothing():
     rows = []
 
     def step(model, given):
+        """Collect in `rows` the rows with the model's own routes, and take a step that
+        ignores routes.
+        """
         for row in given:
             x = model.embed(torch.tensor([row.ids]))
             x = x + x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]

@@ -404,6 +404,9 @@ def test_one_ratio_a_response_and_a_maximum(objective):
     """
 
     def step(model, rows):
+        """Take one ratio for each response, and the maximum in place of the minimum
+        where A < 0.
+        """
         ids, there, trains, old, adv, _ = collated(rows)
         m, lp = trains[:, 1:], log_probs(model, ids, there)
         A = adv[:, 1:].sum(1) / (adv[:, 1:] != 0).sum(1)

@@ -951,6 +951,7 @@ def test_an_optional_argument_gives_way_to_a_required_one():
     """
 
     def loss(log_prob, old_log_prob, advantages, mask, rollout_log_probs=None):
+        """Return PPO's clipped loss; fail where the optional argument is given."""
         assert rollout_log_probs is None
         r = (log_prob - old_log_prob).exp()
         return (

@@ -70,6 +70,7 @@ def test_what_no_sampler_draws_is_a_note_for_every_objective(name):
             entropy,
             mine=mine,
         ):
+            """Return the loss of `mine`, with a reference and an entropy."""
             given = dict(
                 logp=log_prob,
                 logp_old=old_log_prob,

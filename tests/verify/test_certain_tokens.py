@@ -61,6 +61,9 @@ def with_divergence(derivative):
     """
 
     def loss(log_prob, old_log_prob, advantages, mask, delta=0.05):
+        """Return the loss of r · A over the tokens that move towards the old policy or
+        have a KL divergence below delta.
+        """
         lp, old = (torch.where(mask, x, -1.0) for x in (log_prob, old_log_prob))
         A = torch.where(mask, advantages, 0)
         p = (lp if derivative else lp.detach()).exp()

@@ -184,6 +184,9 @@ def test_a_number_without_effect_is_no_cause():
     o = upref.get("kpop(dapo)")
 
     def loss(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
+        """Return DAPO's loss times the objective's factors, but times the ratio to the
+        sampler where binary_kl(old, mu) is at most 2 and binary_kl(mu, old) is not.
+        """
         lp, old, mu = (
             torch.where(mask, x, -1)
             for x in (log_prob, old_log_prob, rollout_log_probs)

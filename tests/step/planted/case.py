@@ -48,6 +48,7 @@ class Loop:
         """
 
         def add(step: Any) -> Any:
+            """Enter the step in CASES, and return it as it is."""
             if step.__name__ in CASES:
                 raise ValueError(f"two steps are called {step.__name__}")
             CASES[step.__name__] = Case(

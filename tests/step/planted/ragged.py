@@ -314,6 +314,9 @@ class ReferenceOneTokenLate(Trainer):
 )
 class DividedByTheWholeRow(Trainer):
     def loss(self, p):
+        """Return the loss of responses, whose log-ratios are divided by the length of
+        prompt and response.
+        """
         out = 0.0
         at = 0
         for r in p.rows:
@@ -401,6 +404,7 @@ class SeparatedAndReversed(Trainer):
         return super().bins(rows[::-1])
 
     def pack(self, part):
+        """Pack rows that each have one more token, 0, which is not trained."""
         empty = [
             Row(
                 r.prompt,

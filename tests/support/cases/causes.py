@@ -36,6 +36,9 @@ def up_dapo(ids):
     """Return UP-DAPO's loss, with ids(group, number of rows) in place of the group ids."""
 
     def loss(log_prob, old_log_prob, advantages, mask, group):
+        """Return the mean of each prompt's token mean, with UP where A > 0 and PPO's
+        lower clip elsewhere.
+        """
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
         r = torch.where(A > 0, lp - lp.detach(), lp - old).exp()
         x = torch.where(A > 0, r * A, torch.minimum(r * A, r.clamp(min=0.8) * A))
@@ -181,6 +184,9 @@ def up_nan(where):
     """
 
     def loss(log_prob, old_log_prob, advantages, mask):
+        """Return UP-DAPO's loss as a token mean, with NaN as the weight of the tokens
+        that `where` picks.
+        """
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
         r = (lp - old).clamp(max=60).exp()
         x = torch.where(A > 0, lp * A, torch.minimum(r * A, r.clamp(min=0.8) * A))

@@ -186,6 +186,9 @@ def summed_in_bfloat16(n):
 
         @staticmethod
         def backward(ctx, g):
+            """Return the gradients of h and W, the latter summed in W's dtype over
+            parts of n rows.
+            """
             h, W, tokens = (
                 x.flatten(0, -2) if i == 0 else x
                 for i, x in enumerate(ctx.saved_tensors)

@@ -117,6 +117,9 @@ def edits():
     """
 
     def row(base, name, edit, verdict, says=""):
+        """Return the case of a base loss after an edit; an empty name stands for the
+        base itself.
+        """
         on, hp = public.BASES[base]
         return Case(
             public.edited(base, edit),
