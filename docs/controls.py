@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the registered experiment on UP's controls has found so far, for
-docs/findings.md.
+"""What the registered experiment on UP's controls has found so far, for docs/findings.md.
+
+A control is DAPO with a simpler change than UP; a method is an arm of the experiment,
+and its runs here are those at 16 rollouts of staleness ("s16") unless a group is named.
+The words of the pages are typed, the numbers computed; an AssertionError says that the
+records no longer support the words.
 """
 
 from functools import cache
@@ -134,16 +138,11 @@ def _rates_of_a_part(objective: str, part: str) -> list[float]:
     ]
     chosen = []
     for value in sorted({r["settings"][part] for r in runs}):
-        scores = {
-            rate: registered.search.score_of(
-                [
-                    r
-                    for r in runs
-                    if r["settings"][part] == value and r["settings"]["lr"] == rate
-                ]
-            )
-            for rate in sorted({r["settings"]["lr"] for r in runs})
-        }
+        of_part = [r for r in runs if r["settings"][part] == value]
+        scores = {}
+        for rate in sorted({r["settings"]["lr"] for r in runs}):
+            at_rate = [r for r in of_part if r["settings"]["lr"] == rate]
+            scores[rate] = registered.search.score_of(at_rate)
         chosen.append(max(scores, key=lambda rate: scores[rate]))
     return chosen
 
@@ -161,15 +160,17 @@ def clip_words() -> str:
         for metric in ("best", "avg")
     )
     least, most = map(shown, sorted(_at_slopes(), key=lambda e: e.mean))
-    by_seed, by_base = (
-        " and ".join(
-            f"{rate:g}" for rate in _rates_of_a_part("dapo_no_upper_clip", part)
-        )
-        for part in ("seed", "base")
-    )
+
+    def rates_by(part: str) -> str:
+        """Return the rates of the parts of the search as text."""
+        found = _rates_of_a_part("dapo_no_upper_clip", part)
+        return " and ".join(f"{rate:g}" for rate in found)
+
+    by_seed, by_base = rates_by("seed"), rates_by("base")
     norms = [
         f"{_largest_norm(arm):.0f}" for arm in ("dapo_no_upper_clip", "up_dapo", "dapo")
     ]
+    # how many problems, of any run on stale data, and of any of the controls
     problems = [
         next(iter(of_runs))["settings"]["eval_problems"]
         for of_runs in (stale.runs().values(), _main_runs()["dapo"])
@@ -225,10 +226,16 @@ def entropy_and_best() -> tuple[float, int]:
     return float(np.corrcoef(means)[0, 1]), len(runs)
 
 
-def _effect(metric: str, other: str, group: str = "s16") -> Effect:
-    """Return UP-DAPO minus another method, by its registered family."""
+def _effect(metric: str, other: str) -> Effect:
+    """Return UP-DAPO minus another method, 16 rollouts stale, as the registered
+    experiment has it.
+
+    Args:
+        metric: the name of a number.
+        other: the method.
+    """
     _, _, effects = _load()
-    wanted = "up_dapo", metric, other, group
+    wanted = "up_dapo", metric, other, "s16"
     (found,) = (
         e
         for e in effects
@@ -263,7 +270,9 @@ def _load() -> tuple[plan.Plan, dict[str, RunRecord], list[Effect]]:
 
 
 def text() -> str:
-    """Return the answer, and the effects that docs/findings.md shows, as tables."""
+    """Return the answer, and the effects that docs/findings.md shows, as tables; before
+    the first look only how far the runs are.
+    """
     registered, known, effects = _load()
     verdict = answer.answer(registered, effects)
     progress = registered.progress(known)
@@ -351,7 +360,9 @@ def _caveats(registered: plan.Plan) -> str:
 
 
 def _score_at(runs: list[RunRecord], step: int, registered: plan.Plan) -> float:
-    """Return the score of the search at an evaluated step of full runs."""
+    """Return the score of the search at an evaluated step of full runs, which must be
+    one that their settings evaluate.
+    """
     every = runs[0]["settings"]["eval_every"]
     points = np.mean([curve(r)[step // every - 1] for r in runs], axis=0)
     return float(np.max(points[:, 1] + registered.search.exchange * points[:, 0]))
@@ -359,7 +370,7 @@ def _score_at(runs: list[RunRecord], step: int, registered: plan.Plan) -> float:
 
 def _would_be_nothing_more_at_half_the_gain() -> list[str]:
     """Return the controls beyond which UP-DAPO would give nothing more if the margins
-    were half of its gain on DAPO.
+    were half of its gain on DAPO; [] for none.
     """
     registered, _, _ = _load()
     return [
@@ -395,7 +406,7 @@ def _rows_elsewhere() -> list[list[str]]:
 
 
 def _rows(effects: list[Effect], first: str, second: str) -> list[list[str]]:
-    """Return one row per control, with the effects on two numbers."""
+    """Return one row per control, with the effects on two numbers by their names."""
     rows = []
     for control in _others(effects):
         of_control = [_of(effects, control, name) for name in (first, second)]
@@ -409,7 +420,7 @@ def _others(effects: list[Effect]) -> list[str]:
 
 
 def _of(effects: list[Effect], other: str, name: str) -> Effect:
-    """Return the effect on a number against one arm."""
+    """Return the effect on a number, by its name in the plan, against one arm."""
     (found,) = (
         e for e in effects if (e.question.other, e.question.name) == (other, name)
     )

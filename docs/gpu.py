@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/gpu.md, from benchmarks/gpu/results.json."""
+"""The tables of docs/gpu.md, from benchmarks/gpu/results.json.
+
+Its rows, made by benchmarks/gpu, have a `kind` ("steps", "suite", "sizes", ...), the number
+`of` the recorded run that made them, from 0, and fields of the kind.
+"""
 
 import heapq
 import re
@@ -27,7 +31,7 @@ def rows(kind: str, **fields: Any) -> Rows:
 
 
 def table(head: list[str], body: list[list[Any]]) -> str:
-    """Return a table in Markdown."""
+    """Return a table in Markdown, with cells that are escaped."""
     return markdown.table(head, [list(map(cell, row)) for row in body])
 
 
@@ -37,12 +41,13 @@ def cell(x: Any) -> str:
 
 
 def size(x: float) -> str:
+    """Return a number with two digits, `1.5e-06`."""
     return f"{x:.1e}"
 
 
 # ---- the tables ----------------------------------------------------------------------
 def machine() -> str:
-    """Which machine, when, and with which versions."""
+    """Return sentences on the machine, the days, and the versions of the runs."""
     facts = rows("facts", fact="machine")[0]
     versions = ", ".join(f"{k} {v}" for k, v in facts["versions"].items() if v)
     # these say themselves on which GPU they ran
@@ -71,7 +76,7 @@ def tests() -> str:
 
 
 def steps() -> str:
-    """Verdicts on training steps of models on the GPU."""
+    """Return the table of verdicts on training steps of models on the GPU."""
     body = []
     for row in rows("steps"):
         if "agrees" not in row:
@@ -95,7 +100,9 @@ def steps() -> str:
 
 
 def suite() -> str:
-    """How the cases of the conformance suite ended with TRL's trainer on the GPU."""
+    """Return a list of how the cases of the conformance suite ended with TRL's trainer
+    on the GPU.
+    """
     every = rows("suite")
     counts = Counter(row["status"] for row in every)
     passed = [row for row in every if row["status"] == "passed"]
@@ -115,12 +122,14 @@ def suite() -> str:
 
 
 def case_ids(cases: Iterable[dict[str, Any]]) -> str:
-    """The ids of cases as code, or "none"."""
+    """Return the ids of cases as code, or "none"."""
     return ", ".join(f"`{row['case']}`" for row in cases) or "none"
 
 
 def samplers() -> str:
-    """What replay's gap says of samplers and trainers on the GPU."""
+    """Return the table of what replay's gap finds of samplers and trainers on the GPU,
+    and a sentence for each cause.
+    """
     body = []
     sentences: dict[str, str] = {}
     for row in rows("samplers"):
@@ -141,7 +150,9 @@ def samplers() -> str:
 
 
 def kernels() -> str:
-    """Verdicts of check_logprobs on functions that compute on the GPU."""
+    """Return the table of verdicts of check_logprobs on functions that compute on the
+    GPU.
+    """
     body = []
     for row in rows("kernels"):
         if "failed" in row:
@@ -159,7 +170,9 @@ def kernels() -> str:
 
 
 def judged(row: dict[str, Any]) -> str:
-    """The verdict; an exception on a batch is none on numbers."""
+    """Return "agrees" or "differs"; "stopped by" the name of an exception that ended
+    the check, which says nothing of numbers.
+    """
     raised = re.search(r"found +.* raised (\w+)", row["text"])
     if raised and "on a batch of this oracle" in row["text"]:
         return f"stopped by {raised[1]}"
@@ -167,7 +180,7 @@ def judged(row: dict[str, Any]) -> str:
 
 
 def losses() -> str:
-    """Largest errors of all objectives on the GPU, eager and compiled."""
+    """Return the table of the largest errors of all objectives, eager and compiled."""
     every = [
         row for row in rows("losses") if "liger" not in row and "failed" not in row
     ]
@@ -187,7 +200,7 @@ def losses() -> str:
 
 
 def liger() -> str:
-    """Liger's Triton loss by upref.check."""
+    """Return the table of verdicts of upref.check on Liger's Triton loss."""
     body = []
     for row in rows("losses"):
         if "liger" not in row or row["objective"] == "identify":
@@ -213,8 +226,9 @@ def verdict_on_liger(row: dict[str, Any]) -> str:
 
 
 def sizes() -> str:
-    """Time, memory and error of log-probability heads at real sizes, and the time that
-    the card leaves to all of them.
+    """Return tables of time, memory and error of log-probability heads at real sizes,
+    and the time that the card leaves to all of them: one for each dtype, hidden size H
+    and number N of tokens.
     """
     from benchmarks.gpu.limits import least_milliseconds
 
@@ -252,7 +266,7 @@ def sizes() -> str:
 
 
 def launchers() -> str:
-    """What the launchers of repro/ choose on this machine."""
+    """Return the table of what the launchers of repro/ choose on this machine."""
     body = []
     for name in (
         "ladder",
@@ -267,7 +281,9 @@ def launchers() -> str:
 
 
 def training() -> str:
-    """What the rung `trl` took at its real size, beside its estimate."""
+    """Return the table of what the rung `trl` took at its real size, beside its
+    estimate, and a paragraph on the ratios.
+    """
     runs = {row["run"]: row for row in rows("training") if "run" in row}
     estimate = rows("training", estimate="memory.py")[0]
     killed = runs["up_dapo, killed"]
@@ -275,9 +291,11 @@ def training() -> str:
     phases = [*killed["phases"], *again["phases"]]
 
     def most(phase: str, what: str = "allocated") -> float:
+        """Return the most GB in a phase of any process."""
         return max(p[what] for p in phases if p["phase"] == phase) / 1e9
 
     steps = {step["step"]: step["data"] for step in again["steps"]}
+    # the first step after a generation contains it
     step_seconds = [
         data["timing_s/step"]
         for number, data in steps.items()
@@ -318,8 +336,8 @@ def training() -> str:
 
 
 def training_ratios() -> str:
-    """Where the ratios of the recorded steps lie, and where parity was compared, as a
-    paragraph.
+    """Return a paragraph on the range of the ratios of the recorded steps, and on where
+    parity was compared.
     """
     logged = [
         (step["step"], step["data"])
@@ -351,7 +369,9 @@ def training_ratios() -> str:
 
 
 def verl() -> str:
-    """How far the trials of verl's trainer came, and what replay said of them."""
+    """Return how far the trials of verl's trainer came, and what replay found in them:
+    a table of those that trained, a table of those that did not.
+    """
     every = rows("verl")
     parts = [
         f"On {of_one(every, 'gpu')}, with "
@@ -384,13 +404,22 @@ def verl() -> str:
 
 
 def of_one(every: Rows, field: str) -> Any:
-    """The value that all these rows have."""
+    """Return the value that all these rows have in a field.
+
+    Raises:
+        ValueError: they have several.
+    """
     [value] = {row[field] for row in every}
     return value
 
 
 def asks() -> str:
-    """What to ask of benchmarks.gpu in so many minutes, by the times of recorded runs."""
+    """Return the table of what to ask of benchmarks.gpu in so many minutes, by the
+    times of recorded runs.
+
+    Raises:
+        AssertionError: what is asked takes longer than its minutes.
+    """
     took: dict[str, float] = {}
     for run in rows("run"):
         took |= {name: part["seconds"] for name, part in run["parts"].items()}
@@ -399,7 +428,7 @@ def asks() -> str:
     body = []
     for minutes, asked in gpu.ASKS.items():
         names = [n for n in every if not asked or n.startswith(asked)]
-        free = [0.0] * cores
+        free = [0.0] * cores  # when each core is free; the next part goes to the first
         for name in names:
             if name not in gpu.ALONE and name in took:
                 heapq.heappush(free, heapq.heappop(free) + took[name])
@@ -413,7 +442,7 @@ def asks() -> str:
 
 
 def in_bfloat16() -> dict[tuple[str, int, int], float]:
-    """The milliseconds of each head, hidden size and number of tokens in bfloat16."""
+    """Return (head, hidden size, tokens) -> milliseconds, in bfloat16."""
     return {
         (row["who"], row["H"], row["N"]): row["milliseconds"]
         for row in rows("sizes", dtype="bfloat16")
@@ -422,7 +451,9 @@ def in_bfloat16() -> dict[tuple[str, int, int], float]:
 
 
 def limits() -> str:
-    """What upref.hidden needs of the card, as it was counted, beside what it took."""
+    """Return the table of what upref.hidden needs of the card, as it was counted,
+    beside what it took.
+    """
     from benchmarks.gpu.limits import MEMORY, PRODUCTS, V
 
     measured = in_bfloat16()
@@ -453,7 +484,7 @@ def limits() -> str:
 
 
 def hidden_in_bfloat16() -> str:
-    """The sentence of docs/verl.md on the time of upref.hidden in bfloat16."""
+    """Return the sentence of docs/verl.md on the time of upref.hidden in bfloat16."""
     milliseconds = in_bfloat16()
 
     def times(who: str) -> list[float]:
@@ -473,7 +504,7 @@ def hidden_in_bfloat16() -> str:
 
 
 def train_every() -> int:
-    """Optimizer steps of a generation."""
+    """Return how many optimizer steps train on one generation."""
     from repro.with_trl import train
 
     return train.UPDATES
