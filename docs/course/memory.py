@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from docs import record
@@ -28,12 +29,15 @@ class Measured(NamedTuple):
     MB: int
 
 
-def title(ax, text):
+def title(ax: Axes, text: str) -> None:
+    """Set the title of a panel."""
     ax.set_title(text, loc="left", fontsize=9.5, fontweight="bold")
 
 
 def picture() -> Figure:
-    """Memory by function at the largest vocabulary, and by tokens at a smaller one."""
+    """Draw two panels: memory by function at the largest vocabulary, and memory by
+    tokens at a smaller one.
+    """
     text = "\n".join(record.rows(MEASURED)).split("; log-probs alone")[0]
     lines = re.findall(r"^(\S.*?) +(\d+) +(\d+) +\d+ +(\d+) ", text, re.M)
     rows = [Measured(name, int(N), int(V), int(MB)) for name, N, V, MB in lines]
@@ -75,7 +79,7 @@ def picture() -> Figure:
     return fig
 
 
-def main(file: Path = FILE):
+def main(file: Path = FILE) -> None:
     """Draw the picture into a file."""
     with matplotlib.rc_context(STYLE):
         save(picture(), file)

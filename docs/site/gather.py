@@ -78,7 +78,9 @@ def docname(path: str) -> str:
 
 
 def read_sections() -> list[Section]:
-    """The sections of sections.toml, with the pages of the course."""
+    """Return the sections of sections.toml, in order, with the pages of the course in
+    theirs.
+    """
     text = Path(__file__).with_name("sections.toml").read_text(encoding="utf-8")
     found = []
     for table in tomllib.loads(text)["section"]:

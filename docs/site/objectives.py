@@ -111,7 +111,7 @@ def _entry(name: str, paper: str, trainers: str) -> str:
 
 
 SPAN = np.linspace(-1.6, 1.6, 65)  # of log r in a small picture
-TALLEST = 2.5  # |weight|
+TALLEST = 2.5  # |weight| that fits into a small picture
 
 
 @functools.cache
@@ -124,8 +124,10 @@ def _small(o: Objective) -> str:
     except InputError:
         return ""
     lines = []
+    ratios = np.exp(SPAN) * 1.0001  # on none of the bounds
     for A, color in ((1, plots.DOWN), (-1, plots.UP)):
-        weight = np.clip(curve(np.exp(SPAN) * 1.0001, A, 0.1), -TALLEST, TALLEST)
+        weight = np.clip(curve(ratios, A, 0.1), -TALLEST, TALLEST)  # at mu = 0.1
+        # r = 1 and weight 0 are in the middle of 120 x 56 points
         x, y = 60 + 35 * SPAN, 28 - 10 * weight
         points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
         lines.append(

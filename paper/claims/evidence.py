@@ -187,9 +187,8 @@ def derivation(name: str, root: Path) -> Outcome:
     done = process(root, str(file))
     if done.returncode:
         return failed("derivations", name, done.stderr or "it failed")
-    title = (
-        ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-    ).partition("\n")[0]
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    title = docstring.partition("\n")[0]
     return Outcome("derivations", name, ("proof",), title)
 
 

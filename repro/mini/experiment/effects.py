@@ -257,7 +257,12 @@ def described(
 ) -> Effect:
     """Return the effect of these d[seed, base], with this interval.
 
-    Without a seed it has no number; with a value that is not finite it is out of reach.
+    Args:
+        question: what was compared.
+        d: without a row the effect has no number; with a value that is not finite it
+            has the number of seeds alone, and is out of reach.
+        low: end of the interval.
+        high: the other end.
     """
     if not len(d):
         return Effect(question)

@@ -257,7 +257,12 @@ def contrast(table: dict[str, Any], group: str) -> Question:
 
 
 def _question(table: dict[str, Any]) -> Question:
-    """Return a question whose terms are written out: [weight, arm, group, number]."""
+    """Return a question whose terms are written out in a plan.
+
+    Args:
+        table: name, terms = [[weight, arm, group, number], ...], and ratio, margin and
+            says where they are given.
+    """
     terms = tuple(
         term_of(name, arm, group, float(weight))
         for weight, arm, group, name in table["terms"]

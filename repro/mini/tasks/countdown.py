@@ -233,9 +233,10 @@ class Countdown:
             for step in range(1, STEPS + 1):
                 c = combine(pool[:, i], op.expand(len(pool), -1), pool[:, j])
                 ok = alive[:, i] & alive[:, j] & (c >= 0) & (c <= TOP)
+                # every walk goes on in every way that it can
                 which, way = ok.nonzero(as_tuple=True)
                 row, c = row[which], c[which, way]
-                hit = row[c == problems[row, 4]]
+                hit = row[c == problems[row, 4]]  # problems whose target is reached
                 fewest[hit] = fewest[hit].clamp(max=step)
                 pool = pool[which].scatter(1, i[way][:, None], c[:, None])
                 alive = alive[which].scatter(1, j[way][:, None], False)

@@ -98,7 +98,9 @@ class Geometry:
         )
 
     def verify(self, problems: Tensor, tokens: Tensor) -> Verdict:
-        """Judge responses [N, 4]: valid is three numbers and <eos>, right is the last."""
+        """Judge responses [N, 4]: a valid one is three numbers and <eos>; right is one
+        whose third number is the answer to the question.
+        """
         numbers = (tokens[:, :3] >= ZERO) & (tokens[:, :3] < ZERO + MOST)
         valid = numbers.all(1) & (tokens[:, 3] == EOS)
         answer = torch.where(valid, tokens[:, 2] - ZERO, NO_ANSWER)
