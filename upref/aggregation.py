@@ -145,9 +145,9 @@ class Totals(NamedTuple):
         )
         # [B, B]: no sort, no host synchronisation
         same = (group[:, None] == group[None, :]).double()
-        return cls(
-            lengths.sum(), len(lengths), (1 / same.sum(1)).sum().round(), same @ lengths
-        )
+        # each response counts as 1 / the size of its group
+        groups = (1 / same.sum(1)).sum().round()
+        return cls(lengths.sum(), len(lengths), groups, same @ lengths)
 
     def rows(self, i: Tensor) -> "Totals":
         """Return the Totals of some rows: group_tokens is cut to them, and the counts stay the mini-batch's.

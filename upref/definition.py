@@ -411,6 +411,7 @@ class Objective:
             return True
         if self.sampler is None:
             return False
+        # ρ far on both sides of 1, and π_old = μ ρ below 1
         log_rho = torch.linspace(-14, 14, 57)[:, None]
         mask = torch.ones_like(log_rho, dtype=torch.bool)
         arguments = (log_rho, mask, torch.full_like(log_rho, -15.0))
@@ -657,6 +658,7 @@ class Objective:
 
     @property
     def reads_mu(self) -> bool:
+        """Whether its weight depends on π_old(o_t) itself, beside the ratio."""
         return bool({"mu", "log_mu"} & set(self.reads))
 
     def _evaluate_closed_form(

@@ -225,10 +225,12 @@ class _Head:
 
     @property
     def inner(self) -> float:
+        """What h is multiplied by: h' = inner h."""
         return self.logit_scale / (self.softcap or self.temperature)
 
     @property
     def outer(self) -> float:
+        """What tanh is multiplied by: c/τ of the softcap c; 0 without one."""
         return (self.softcap or 0.0) / self.temperature
 
     def states(self, hidden: Tensor, weight: Tensor, wide_dtype: torch.dtype) -> Tensor:

@@ -132,7 +132,8 @@ def best_at_k_replaced(correct: Any, k: int) -> Estimate:
     """
     table = _checked_table(correct)
     _check_count("k", k)
-    return Estimate.of(1 - (1 - table.mean(1)) ** float(min(k, 10**300)))
+    exponent = float(min(k, 10**300))  # no float holds a whole number much larger
+    return Estimate.of(1 - (1 - table.mean(1)) ** exponent)
 
 
 def best_at_k_bootstrap(

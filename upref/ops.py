@@ -73,6 +73,7 @@ class _Exp(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
+        """Save e^x for the backward pass."""
         ctx.save_for_backward(output)
 
     @staticmethod

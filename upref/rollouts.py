@@ -213,9 +213,10 @@ class Rollouts:
         # a fused log-softmax may overshoot 0 by rounding, not by more
         most = min(100 * torch.finfo(x.dtype).eps, 1e-3)
         low, high = _ends(x)
-        if (low > -math.inf and high <= most) or (
-            (x <= most) & (x > -math.inf) | ~self.mask
-        ).all():
+        if low > -math.inf and high <= most:  # of masked slots too: the usual case
+            return
+        is_right = (x <= most) & (x > -math.inf)
+        if (is_right | ~self.mask).all():
             return
         bad = ~x.isfinite() & self.mask
         if bad.any():

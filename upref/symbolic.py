@@ -28,9 +28,11 @@ class StopGradient(sympy.Function):  # type: ignore[misc]  # mypy does not read 
         return self.args[0].is_extended_positive
 
     def _sympystr(self, printer: Any) -> str:
+        """Return sg(x) as text."""
         return f"sg({printer.doprint(self.args[0])})"
 
     def _latex(self, printer: Any) -> str:
+        """Return sg(x) as LaTeX."""
         return rf"\operatorname{{sg}}\left({printer.doprint(self.args[0])}\right)"
 
 
@@ -66,6 +68,7 @@ class Where(sympy.Function):  # type: ignore[misc]
         return Piecewise((x, condition), (y, True))
 
     def _latex(self, printer: Any) -> str:
+        """Return the cases as LaTeX."""
         return printer.doprint(self.rewrite(Piecewise))
 
     def _mpmathcode(self, printer: Any) -> str:
@@ -91,6 +94,7 @@ class SymbolArray(np.ndarray):
     """
 
     def __new__(cls, elements: Any) -> Any:
+        """Make an object array of these elements, of any shape."""
         return np.array(elements, dtype=object).view(cls)
 
     __le__ = _elementwise(operator.le)

@@ -339,7 +339,7 @@ class Domain:
 
     # ---- points ----------------------------------------------------------------------
     def draw(self, seed: int, where: str = "near") -> dict[str, float]:
-        """Return a point at random.
+        """Return a point at random, the same one for each seed and pattern.
 
         Args:
             seed: of the draw.

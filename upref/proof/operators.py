@@ -122,6 +122,7 @@ class Operation:
         return [x for x in values if isinstance(x, Tensor)]
 
     def __getitem__(self, name: str) -> Any:
+        """Return an argument; KeyError where the operator has none of that name."""
         return self.arguments[name]
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -436,6 +437,7 @@ def _choose(o: Operation, condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
     v = o.values
 
     def of(c: int, x: int, y: int) -> int:
+        """Return the id of one choice."""
         if v.varies(c) and x != y and (v.special(x) or v.special(y)):
             return x if o.trace.decide(c) else y  # infinity is no part of a formula
         return v.choose(v.condition(c), x, y)
@@ -455,6 +457,7 @@ def _nan_to_num(o: Operation) -> Tensor:
     }
 
     def of(x: int) -> int:
+        """Return the number in place of NaN and infinity; any other value as it is."""
         kind = v.special(x)
         return v.number(instead[kind]) if kind else x
 
@@ -571,6 +574,7 @@ def _pow(o: Operation) -> Tensor:
     v = o.values
 
     def of(x: int, e: int) -> int:
+        """Return x ** e."""
         exponent = v.constant(e)
         if exponent is not None:
             if exponent < 0:
@@ -695,6 +699,7 @@ def _softplus(o: Operation) -> Tensor:
     beta, threshold = o.get("beta", 1), o.get("threshold", 20)
 
     def of(x: int) -> int:
+        """Return softplus(x)."""
         scaled = v.scale(x, beta)
         soft = v.scale(v.log(v.add(v.one, v.exp(scaled))), Fraction(1) / Fraction(beta))
         return v.choose(v.greater(scaled, v.number(threshold)), x, soft)
@@ -711,6 +716,7 @@ def _softplus_backward(o: Operation) -> Tensor:
     beta, threshold = o.get("beta", 1), o.get("threshold", 20)
 
     def of(g: int, x: int) -> int:
+        """Return the gradient by x, of the upstream gradient g."""
         scaled = v.scale(x, beta)
         soft = v.multiply(g, v.sigmoid(scaled))
         return v.choose(v.greater(scaled, v.number(threshold)), g, soft)
@@ -806,6 +812,7 @@ def _equal(o: Operation) -> Tensor:
     v = o.values
 
     def of(x: int, y: int) -> int:
+        """Return the condition that two values are equal, of `ne` that they are not."""
         if _is_truth(v, x) and _is_truth(v, y):
             same = v.same_truth(x, y)
         else:
@@ -910,6 +917,7 @@ def _copysign(o: Operation) -> Tensor:
     v = o.values
 
     def of(x: int, y: int) -> int:
+        """Return |x|, or -|x| where y < 0."""
         size = v.choose(v.greater(x, v.zero), x, v.negative(x))
         return v.choose(v.greater(v.zero, y), v.negative(size), size)
 
@@ -922,6 +930,7 @@ def _heaviside(o: Operation) -> Tensor:
     v = o.values
 
     def of(x: int, at_zero: int) -> int:
+        """Return 1, 0, or `at_zero` where x is 0."""
         equal = v.choose(v.equals(x, v.zero), at_zero, v.zero)
         return v.choose(v.greater(x, v.zero), v.one, equal)
 

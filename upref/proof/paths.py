@@ -343,7 +343,8 @@ class Search:
 
     def _must_agree(self, path: Path, trace: Trace) -> None:
         """Raise NoProof unless the formulas give the numbers of the functions, at the
-        witness and at other points of the path.
+        witness and at other points of the path. Raise Differs where the reference alone
+        is finite at the witness, if numbers of the domain cannot overflow.
         """
         tolerance = ROUNDED if trace.is_rounded else AGREES
         conditions = list(facts(self.values, path.steps))
@@ -359,11 +360,8 @@ class Search:
                 formulas = self._numbers(ids, point)
                 if not numbers.isfinite().all():
                     self._must_be_finite(path, point)
-                    whose = (
-                        "its result"
-                        if of is self.function
-                        else "the reference's result"
-                    )
+                    is_own = of is self.function
+                    whose = "its result" if is_own else "the reference's result"
                     raise NoProof(
                         f"{whose} is not finite where it was run ({self.domain.describe(point)})"
                     )

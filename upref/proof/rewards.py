@@ -42,6 +42,7 @@ class RewardPattern(Pattern):
         return not any(isinstance(x, float) for x in self.rewards)
 
     def __str__(self) -> str:
+        """Return the rewards and the prompts in words."""
         words = [x if isinstance(x, str) else f"{x:g}" for x in self.rewards]
         return f"rewards {' '.join(words)} of prompts {' '.join(map(str, self.group))}"
 
@@ -137,6 +138,7 @@ class RewardDomain(Domain):
 
     @property
     def _rewards(self) -> tuple[str | float, ...]:
+        """The name of a variable for each response, or a number."""
         assert isinstance(self.pattern, RewardPattern)
         return self.pattern.rewards
 

@@ -315,6 +315,7 @@ def _division(name: str) -> Callable[..., Any]:
     """Return the division of this name: it notes the divisor, and its answer notes too."""
 
     def divide(self: Any, other: Any) -> Any:
+        """Note the divisor, divide, and return a number that notes too."""
         found = getattr(super(type(self), self), name)(self.noted(other))
         return found if found is NotImplemented else self.made(found)
 
@@ -327,6 +328,9 @@ def _arithmetic(name: str) -> Callable[..., Any]:
     """
 
     def compute(self: Any, other: Any) -> Any:
+        """Compute, and return a number that notes too; NotImplemented where the other
+        is no number.
+        """
         found = getattr(super(type(self), self), name)(other)
         if found is NotImplemented and isinstance(other, float):  # an int by a float
             found = getattr(float(self), name)(float(other))

@@ -579,6 +579,7 @@ class Slices(TorchFunctionMode):
     """
 
     def __init__(self, trace: Trace) -> None:
+        """Note slices for this call."""
         super().__init__()
         self.trace = trace
 
@@ -702,6 +703,7 @@ class Operators(TorchDispatchMode):
         return False
 
     def __init__(self, trace: Trace) -> None:
+        """Keep the formulas of this call."""
         super().__init__()
         self.trace = trace
 

@@ -129,6 +129,9 @@ class Arithmetic(Points):
 
         Args:
             x: an id.
+
+        Raises:
+            TooHard: it is infinite or NaN.
         """
         c = self.constant(x)
         if c is not None:

@@ -96,7 +96,8 @@ class Points(Table):
         return number
 
     def variables(self, values: Iterable[int]) -> set[str]:
-        """Return the names of the variables in values.
+        """Return the names of the variables in values; not those inside of sums over
+        tokens.
 
         Args:
             values: ids.
@@ -121,7 +122,9 @@ class Points(Table):
         return names
 
     def _parts(self, atom: int, names: set[str]) -> tuple[int, ...]:
-        """Return the values in an atom; the name of a variable is added to the names."""
+        """Return the values in an atom, none for a sum over tokens; the name of a
+        variable is added to the names.
+        """
         kind = self.atoms[atom]
         match kind:
             case Variable():

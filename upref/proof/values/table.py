@@ -241,7 +241,8 @@ class Table(ABC):
         return node.terms
 
     def constant(self, value: int) -> Fraction | None:
-        """Return the number that a value always is; None where it varies.
+        """Return the number that a value always is; None where it varies, and where it
+        is infinite, NaN or a condition.
 
         Args:
             value: an id.
@@ -353,7 +354,8 @@ class Table(ABC):
         )
 
     def support(self, value: int) -> frozenset[int]:
-        """Return the comparisons on which a value depends by a choice.
+        """Return the comparisons on which a value depends by a choice; not those inside
+        of a sum over tokens.
 
         Args:
             value: an id of a number or of a condition.
@@ -376,7 +378,7 @@ class Table(ABC):
         return frozenset()
 
     def atom_support(self, atom: int) -> frozenset[int]:
-        """Return the comparisons on which an atom depends.
+        """Return the comparisons on which an atom depends; none for a sum over tokens.
 
         Args:
             atom: its number.

@@ -95,7 +95,8 @@ class RowOptions:
             )
 
     def reward(self, rows: list[Row], estimator: str) -> None:
-        """Give the rows their rewards, and the advantages that these make.
+        """Give the rows their rewards, and the advantages that these make; neither,
+        where the user gave none.
 
         Args:
             rows: they are changed.
@@ -116,8 +117,10 @@ class RowOptions:
             )
             for row, reward in zip(rows, R.tolist(), strict=True):
                 row.reward = reward
-            if A is None or callable(A):
-                A = (A or advantages.get(estimator))(R, group).tolist()
+            if A is None:
+                A = advantages.get(estimator)
+            if callable(A):
+                A = A(R, group).tolist()
         elif callable(A):
             raise InputError(
                 "advantages is a function of rewards and groups: pass rewards= as well."

@@ -67,7 +67,7 @@ class Forward:
 
     def locate_rows(self, fed: Sequence[list[int]]) -> None:
         """Set `before` and `after`: what stands around the rows in the sequences that a
-        trainer fed to its model.
+        trainer fed to its model. Nothing is set unless every row is found.
 
         Args:
             fed: token ids of each sequence.

@@ -556,10 +556,12 @@ class _Search:
 
     @property
     def goal(self) -> Goal:
+        """The objective, without a clip that did not act."""
         return self.terms.goal
 
     @property
     def max_residual(self) -> float:
+        """The part of a gradient that may be left where an explanation fits, relative."""
         return max(MAX_RESIDUAL, 3 * self.bound)
 
     @property

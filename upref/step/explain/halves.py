@@ -126,6 +126,7 @@ def halves_of(passes: Sequence[Passed], rows: Sequence[Row]) -> Halves | None:
     counts = [0] * len(passes)
     for row, n in zip(rows, of_pass, strict=True):
         counts[n] += sum(row.trains)
+    # how far from half of the tokens a cut in front of pass n is, and n
     cuts = [
         (abs(2 * sum(counts[:n]) - sum(counts)), n)
         for n in range(1, len(passes))

@@ -76,11 +76,13 @@ class ValueSearch:
 
     @property
     def value(self) -> ValueTerm:
+        """The value loss of the goal."""
         assert self.goal.value is not None
         return self.goal.value
 
     @property
     def returns(self) -> Tensor:
+        """The returns R, [B, T]."""
         assert self.batch.returns is not None
         return self.batch.returns
 

@@ -156,6 +156,7 @@ def head_residual(forward: Forward, gradient: Tensor) -> float:
     except (RuntimeError, NotImplementedError, InputError):
         return math.inf
     A = torch.cat(columns).T
+    # so few entries leave a small part whatever the weights are
     if A.shape[0] < 4 * A.shape[1] or not found[coordinates].any() or not A.any():
         return math.inf
     return solve_least_squares(A, -found[coordinates])[2]

@@ -164,6 +164,7 @@ class _NotCheckpointed:
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """Call the function on its arguments."""
         return function(*args)
 
 
