@@ -142,7 +142,9 @@ _MODULES = (
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name or a module at its first use; a name is kept for the next."""
+    """Import a public name or a module at its first use, and keep a name for the next;
+    AttributeError for any other.
+    """
     if name in _MODULES:
         return import_module(f"upref.{name}")
     if name not in _HOME:

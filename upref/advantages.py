@@ -371,7 +371,17 @@ def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _variance(centred: Tensor, g: Tensor, ddof: int, eps: float) -> Tensor:
-    """Return Σ_g centred² / (G - ddof) of each response's group, [N]; 0 for a group of one."""
+    """Return Σ_g centred² / (G - ddof) of each response's group, [N]; 0 for a group of one.
+
+    Args:
+        centred: R - mean_g, [N].
+        g: the groups, numbered from 0, [N].
+        ddof: 0 or 1.
+        eps: of the caller; it is only checked here.
+
+    Raises:
+        InputError: ddof or eps is another number than it may be.
+    """
     # True is an int that a tensor refuses
     if type(ddof) is not int or ddof not in (0, 1):
         raise InputError(

@@ -77,7 +77,7 @@ def is_clip_width(name: str) -> bool:
 
 
 def _no_weight(*_: Any, **__: Any) -> None:
-    """Stand for a closed form that nobody has attached yet."""
+    """Raise InputError: stand for a closed form that nobody has attached yet."""
     raise InputError(
         "this objective has no closed-form weight yet: attach one with @NAME.with_weight."
     )
@@ -142,6 +142,10 @@ class Objective:
     def __post_init__(self) -> None:
         """Check the facts, read the hyperparameters off the signatures of the functions,
         and write the docstring of the objective.
+
+        Raises:
+            InputError: a fact is not one of its names, or a hyperparameter has no
+                default or can be passed by position.
         """
         allowed_names = {
             "level": [*LEVELS],
@@ -449,7 +453,9 @@ class Objective:
         lp_sampler: Any = None,
         **hp: Any,
     ) -> Any:
-        """Return `kept` of plain tensors, [B, T]."""
+        """Return `kept` of plain tensors, [B, T]; raise InputError where an entropy is
+        needed and missing.
+        """
         kept = mask
         resolved = self.resolve(hp)
         factors = self.sampler_weights(lp_old, lp_sampler, mask, **hp)
@@ -534,7 +540,9 @@ class Objective:
         )
 
     def _extras(self, mask: Any, entropy: Any, group: Any) -> dict[str, Any]:
-        """Return the arguments of the function beside log-probabilities and A."""
+        """Return the arguments of the function beside log-probabilities and A, by name;
+        raise InputError where an entropy is needed and missing.
+        """
         names = self._extra_names
         if "entropy" in names and entropy is None:
             raise InputError(

@@ -254,6 +254,9 @@ def _defaults(objective: Written) -> dict[str, Any]:
 def _weight(objective: Written) -> ast.FunctionDef:
     """Return the function of the weight: it stands below `@NAME.with_weight`, or in
     `NAME.with_weight(FUNCTION)`.
+
+    Raises:
+        Unreadable: it stands elsewhere.
     """
     tree = syntax_tree(objective.file)
     name = objective.function.name

@@ -112,8 +112,8 @@ def _repeat_interrupt(unraisable: Any) -> None:
 
 
 def _end(kind: Any, error: Any, trace: Any) -> None:
-    """End with one line and the status of a shell, where Ctrl-C or a signal ended
-    the program.
+    """Print one line and raise SystemExit with the status of a shell, 130 or 143, where
+    Ctrl-C or SIGTERM ended the program; print any other exception as Python does.
     """
     if issubclass(kind, ImportError) and _signal_pipe:
         with suppress(BlockingIOError):

@@ -227,7 +227,12 @@ def _as_list(x: Any) -> Any:
 def _score_of_problem(
     problem: int, row: Sequence[Hashable], verdicts: np.ndarray
 ) -> float:
-    """Return the share of the most frequent answers to one problem that is right."""
+    """Return the share of the most frequent answers to one problem that is right; 0
+    without an answer.
+
+    Raises:
+        InputError: equal answers have different verdicts, or one cannot be compared.
+    """
     verdict: dict[Hashable, bool] = {None: False}  # None is no answer
     for answer, right in zip(row, verdicts.tolist(), strict=True):
         if not isinstance(answer, Hashable):

@@ -348,7 +348,7 @@ class Rollouts:
         rows: Sequence[int] | slice | Tensor,
         columns: Sequence[int] | None = None,
     ) -> "Rollouts":
-        """Return some rows, and some columns of them, as a batch of its own.
+        """Return some rows, and some columns of them, as a batch of its own, without totals.
 
         Args:
             rows: numbers of responses; some may be taken twice.

@@ -116,7 +116,9 @@ def in_regime(expr: Expr, point: dict[Any, Any]) -> Expr:
     """
 
     def branch(condition: Any, x: Any, y: Any) -> Any:
-        """Return the branch of one `where`."""
+        """Return the branch of one `where`; raise ValueError where its condition is
+        undecided.
+        """
         holds = condition.subs(point)
         if holds not in (sympy.true, sympy.false):
             raise ValueError(f"{condition} is undecided at {point}")

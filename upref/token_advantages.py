@@ -535,7 +535,7 @@ def _turn_ids(mask: Tensor, group: Tensor) -> Tensor:
 
 
 def _step_ids(mask: Tensor, group: Tensor, state: Tensor) -> Tensor:
-    """Return (prompt, state) of each slot, [N, K, 2]."""
+    """Return (prompt, state) of each slot, [N, K, 2]; raise InputError unless states are whole numbers [N, K]."""
     is_whole = (
         is_materialized(state)
         and not state.is_floating_point()

@@ -88,7 +88,10 @@ class Constants:
 
     # ---- lines as they run -----------------------------------------------------------
     def enter(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """Follow the lines of a function of the user, as of sys.settrace."""
+        """Follow the lines of a function of the user, and note the numbers that it is
+        called with as settings. It is called as of sys.settrace, and returns the
+        function that gets each line, None for other code.
+        """
         if event != "call" or not is_of_user(frame.f_code):
             return None
         if frame.f_back is None or not is_of_user(frame.f_back.f_code):
@@ -99,7 +102,7 @@ class Constants:
         return self.follow
 
     def follow(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """Read a line that runs, as of sys.settrace."""
+        """Read a line that runs, as of sys.settrace; return itself for the next line."""
         if event == "line":
             for place in places(frame.f_code.co_filename).get(frame.f_lineno, ()):
                 self._read(place, frame)

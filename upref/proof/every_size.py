@@ -731,7 +731,7 @@ class _Numbers:
         return have
 
     def _of(self, value: int) -> Tensor:
-        """Compute what `of` keeps."""
+        """Compute what `of` keeps; raise NoProof for a value that is infinite or NaN."""
         node = self.values.nodes[value]
         match node:
             case Compare():

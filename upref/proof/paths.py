@@ -326,7 +326,12 @@ class Search:
         return trace
 
     def _formulas(self, of: Outputs, trace: Trace) -> Tensor:
-        """Return the ids of a function's outputs."""
+        """Return the ids of a function's outputs, in their shape.
+
+        Raises:
+            NoProof: the time is over, the trace was stopped, or the function wrote to
+                memory without torch.
+        """
         if cpu_seconds() > self.deadline:
             raise NoProof("the time is over (--timeout)")
         batch = self.domain.batch(trace.point)

@@ -48,7 +48,7 @@ class RewardPattern(Pattern):
 
 
 def pattern_of(rewards: Sequence[str | float], group: Sequence[int]) -> RewardPattern:
-    """Return a pattern.
+    """Return the pattern of a batch of responses, each of one token that trains.
 
     Args:
         rewards: names and numbers.

@@ -297,7 +297,9 @@ class Text:
         return constants.get(node_id) or self.node(node_id)
 
     def _define(self, node_id: int) -> str:
-        """Write the definition of a node, and return its name."""
+        """Write the definition of a node, and return its name; raise TooHard for
+        infinity and NaN.
+        """
         node = self.values.nodes[node_id]
         match node:
             case Polynomial():

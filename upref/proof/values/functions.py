@@ -156,7 +156,7 @@ class Functions(Arithmetic):
         return out
 
     def _number_exp(self, c: Fraction) -> int:
-        """Return e to the power of a number."""
+        """Return e to the power of a number; raise TooHard beyond e^700 and e^-700."""
         exponent = to_float(c)
         if abs(exponent) > LONGEST_EXPONENT:
             raise TooHard(f"e to the power of {exponent:g}")
@@ -246,6 +246,9 @@ class Functions(Arithmetic):
         Args:
             name: of the function.
             x: an id.
+
+        Raises:
+            TooHard: the value is infinite or NaN.
         """
         x = self.real(x)
         if self.special(x):

@@ -50,6 +50,9 @@ class Signs(Conditions):
         Args:
             x: an id.
             or_equal: whether it holds where the value is 0 on an open set.
+
+        Raises:
+            TooHard: the value depends on too many comparisons, or is infinite or NaN.
         """
         key = (x, or_equal)
         known = self._signs.get(key)

@@ -662,7 +662,9 @@ def perturbed(model: nn.Module, perturb_weights: bool) -> Iterator[None]:
 
 
 def _restore(net: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Load these weights into the model again."""
+    """Load these weights into the model again; raise InputError where its parameters
+    have other names or shapes.
+    """
     try:
         with torch.no_grad():
             net.load_state_dict(weights)
@@ -772,7 +774,9 @@ def call_step(step: Callable[..., Any], model: Any, rows: list[Row]) -> Any:
 
 
 def _as_gradient(out: Any) -> Gradient:
-    """Return what a step returned as a gradient in float64, by parameter."""
+    """Return what a step returned as a gradient in float64, by parameter; raise
+    InputError unless it is a dict that is not empty.
+    """
     if not isinstance(out, dict) or not out:
         raise InputError(
             "a step whose model is not torch's must return {name of a parameter: its gradient}."

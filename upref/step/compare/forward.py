@@ -255,7 +255,7 @@ def best_factors(rows: Tensor, g: Tensor) -> tuple[Tensor, float]:
 
 
 def clip_norm(g: Tensor, bound: float | None) -> Tensor:
-    """Clip a gradient as torch.nn.utils.clip_grad_norm_ does.
+    """Return a gradient, clipped as torch.nn.utils.clip_grad_norm_ does.
 
     Args:
         g: a gradient, [P].

@@ -188,7 +188,11 @@ class WeightReader:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Undo what the optimizer did, and move by SGD."""
+        """Undo what the optimizer did, and move the weights by SGD.
+
+        Raises:
+            InputError: a parameter has made more steps than are read.
+        """
         name = type(optimizer).__name__
         if name not in self.names:
             self.names.append(name)
@@ -298,7 +302,11 @@ class WeightReader:
     def _read(
         self, before: dict[str, Any], after: dict[str, Any]
     ) -> tuple[Gradient, Moved]:
-        """Return the gradient that moved weights to others, and how it was read."""
+        """Return the gradient that moved weights to others, and how it was read.
+
+        Raises:
+            InputError: as `gradient`, but for missing weights.
+        """
         rate = self.rate if self.names else self.learning_rate
         moved = {
             name: as_float64(before[name]) - as_float64(after[name])
@@ -333,7 +341,12 @@ class WeightReader:
         return gradient, Moved(rate, tuple(self.names), rounding)
 
     def _weights_after(self, out: Any) -> dict[str, Any]:
-        """Return the weights after the step, by the names of the model's parameters."""
+        """Return the weights after the step, by the names of the model's parameters:
+        those that the step returned, or else the model's.
+
+        Raises:
+            InputError: a trained parameter is missing, or has another shape.
+        """
         if isinstance(out, dict) and out:
             after = {
                 name.removeprefix("_orig_mod.").removeprefix("module."): array

@@ -250,8 +250,11 @@ def _train_share(
     call: Caller,
     learning_rate: float,
 ) -> Trained:
-    """Train a copy of the model on this rank's rows; the sequences and the distance are
-    those of all ranks.
+    """Train on this rank's rows, and return what that left behind; the sequences and
+    the distance are those of all ranks. A model without a wrapper is copied before.
+
+    Raises:
+        StepFailedError: the step fails on this rank.
     """
     is_wrapped = unwrapped(model) is not model
     share = rows[dist.get_rank() :: world_size()]

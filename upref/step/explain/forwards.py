@@ -118,7 +118,7 @@ class Remembering:
 
     @classmethod
     def of(cls, model: TorchModel, right: Forward) -> "Remembering":
-        """Start with the logits of the right forward pass.
+        """Make one that has the logits of the right forward pass.
 
         Args:
             model: the reference.
@@ -531,8 +531,9 @@ def _attention_variant(
     """
 
     def row_logits(i: int, row: Row) -> Tensor:
-        """Return the logits of a row under this attention mask; without positions where
-        the model takes none.
+        """Return the logits of a row under this attention mask, without positions where
+        the model takes none; raise InputError where it has no attention that takes a
+        mask.
         """
         ids, bias, positions = attention_of_row(i, row)
         bias = bias.double()
@@ -777,7 +778,8 @@ def _pack_variants(model: TorchModel, right: Forward) -> Iterator[Variant]:
 def _attention_by_id(
     pack: Pack, right: Forward, id_of_row: Callable[[int], int]
 ) -> AttentionOfRow:
-    """Let the rows of a pack attend to each other where their ids are equal.
+    """Return what each row of a pack attends to: rows attend to each other where their
+    ids are equal.
 
     Args:
         pack: the tokens in front of each row, and the rows that they belong to.
@@ -798,7 +800,9 @@ def _attention_by_id(
 
 
 def _attention_by_group(pack: Pack, right: Forward) -> AttentionOfRow:
-    """Let the rows of a pack attend to each other where they are of one group."""
+    """Return what each row of a pack attends to: rows attend to each other where they
+    are of one group.
+    """
 
     def attention_of_row(i: int, row: Row) -> tuple[list[int], Tensor, Tensor]:
         """Return the tokens, the bias of the scores and the positions of one row."""

@@ -209,7 +209,7 @@ class ValueSearch:
             yield Cause(words, ("value-trunk-detached",)), gradient * self.of_critic
 
     def _clip_faults(self) -> Iterator[Candidate]:
-        """Yield other clips of the values."""
+        """Yield other clips of the values; none where the rows have no old values."""
         V = self._values(self.forward)
         old = self.batch.old_values
         if old is None:

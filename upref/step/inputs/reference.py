@@ -365,6 +365,10 @@ class TorchModel(Model):
 
         Attention and experts are computed eagerly, and checkpoints are off, where the
         model has switches for that.
+
+        Raises:
+            InputError: it is no module, cannot be copied, trains no parameter, or does
+                not tell the size of its vocabulary.
         """
         if not isinstance(model, nn.Module):
             raise InputError(

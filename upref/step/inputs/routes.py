@@ -189,7 +189,7 @@ class RefusedChoices(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call `func`, unless it is `topk`."""
+        """Call `func`; raise InputError where it is `topk`."""
         if func.overloadpacket is torch.ops.aten.topk:
             raise InputError(
                 "the model calls topk in the backward pass, as a checkpoint of its own does: "

@@ -334,6 +334,9 @@ def make_probable(
         rows: they are changed.
         logits: of token ids: [S, V].
         end: the id that ends a sequence.
+
+    Returns:
+        The same rows.
     """
     used = {t for r in rows for t in r.ids} | {0, *(() if end is None else (end,))}
     for row, design in zip(rows, DESIGNS, strict=False):
@@ -371,6 +374,10 @@ def add_log_probs(
         on_policy: r = 1 everywhere.
         coarse: no token is beside a bound, for a step in half precision.
         entropy: of each response token, where the objective reads it.
+
+    Returns:
+        The same rows. The reference's log-probabilities are the current ones with
+        noise; none of these numbers is above -1e-3.
     """
     rng = np.random.default_rng(seed + 1)
     padded = Padded.of(rows)
