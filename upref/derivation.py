@@ -89,15 +89,15 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp: Any) -> Derivatio
     ok = True
     notes = dict[Expr, bool]()
     all_rows = list[RegimeRow]()
-    for A, sign in (
-        (Symbol("A", positive=True), 1),
-        (Symbol("A", negative=True), -1),
-        (sympy.S.Zero, 0),
+    for A, sign, words in (
+        (Symbol("A", positive=True), 1, "A > 0"),
+        (Symbol("A", negative=True), -1, "A < 0"),
+        (sympy.S.Zero, 0, "A = 0"),
     ):
         regimes = _regimes(reference, A, letters, values | {A: sign}, notes)
         rows = [RegimeRow(sign, *regime) for regime in regimes]
         lines, is_equal = _compare_rows(rows)
-        steps += ["A > 0" if sign > 0 else "A < 0" if sign < 0 else "A = 0", *lines]
+        steps += [words, *lines]
         ok = ok and is_equal
         all_rows += rows
     steps += [f"*  {edge} = 0, for mu = {mu} and the defaults" for edge in notes]

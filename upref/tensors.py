@@ -28,5 +28,7 @@ def describe(x: Any) -> str:
     """
     if not isinstance(x, Tensor):
         return type(x).__name__
-    kind = "" if is_materialized(x) else "meta " if x.is_meta else "sparse "
+    kind = ""
+    if not is_materialized(x):
+        kind = "meta " if x.is_meta else "sparse "
     return f"{kind}{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"

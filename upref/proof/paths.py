@@ -178,7 +178,9 @@ class Search:
 
     @contextmanager
     def _reasons(self, outcome: Outcome) -> Iterator[None]:
-        """Make a reason of what ends the search."""
+        """Inside, make of what ends the search the outcome's reason or counterexample.
+        An end of the user's process that no stopped trace explains is raised.
+        """
         try:
             yield
         except (NoProof, TooHard) as error:

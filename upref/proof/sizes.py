@@ -208,18 +208,20 @@ class Sizes:
         """Note a slice that ends beyond its tensor, and parts that are larger than it.
 
         Args:
-            func: the operator.
+            func: the operator; any but a slice and a split is left out.
             args: its arguments.
             line: returns the user's line.
         """
         name = func.overloadpacket.__name__
+        # slice(x, dim, start, end) and split(x, size, dim)
         if name == "slice" and len(args) > 2:
+            dim = args[1]
             ends = args[2:4]
         elif name == "split":
+            dim = args[2] if len(args) > 2 else 0
             ends = args[1:2]
         else:
             return
-        dim = args[1] if name == "slice" else (args[2] if len(args) > 2 else 0)
         for end in ends:
             if isinstance(end, int) and abs(end) > args[0].shape[dim]:
                 self.add(abs(end), line())

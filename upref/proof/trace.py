@@ -828,7 +828,9 @@ class Operators(TorchDispatchMode):
         return ids
 
     def _decompose(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator without a rule as the operators that it is made of."""
+        """Run an operator without a rule as the operators that it is made of; stop
+        where torch knows none.
+        """
         trace = self.trace
         made_of = find_decomposition(func)
         answer = NotImplemented

@@ -104,7 +104,8 @@ class Arithmetic(Points):
 
     def _multiply_special(self, x: int, y: int) -> int:
         """Return a product one factor of which is infinite or NaN: NaN with NaN and
-        with 0, else an infinity with the product's sign.
+        with 0, else an infinity with the product's sign; raise TooHard where that is
+        open.
         """
         if "nan" in (self.special(x), self.special(y)):
             return self.nan

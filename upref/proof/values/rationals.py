@@ -14,7 +14,8 @@ LONGEST_EXPONENT = 700  # of e: beyond, a number has no float
 
 @cache
 def simplest(x: float) -> Fraction:
-    """Return the fraction with the smallest denominator that rounds to a float.
+    """Return the fraction with the smallest denominator within ULPS roundings of a
+    float; a whole number below 2^53 as it is.
 
     Args:
         x: a finite float.
@@ -30,7 +31,9 @@ def simplest(x: float) -> Fraction:
 
 
 def _simplest_between(low: Fraction, high: Fraction) -> Fraction:
-    """Return the simplest fraction of an interval of positive numbers."""
+    """Return the fraction with the smallest denominator in an interval of positive
+    numbers, by its continued fraction.
+    """
     whole = low.numerator // low.denominator
     if low == whole:
         return Fraction(whole)

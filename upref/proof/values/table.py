@@ -95,8 +95,9 @@ class Table(ABC):
         if known is None:
             known = self._node_ids[node] = len(self.nodes)
             self.nodes.append(node)
-            is_number = isinstance(node, Polynomial) and (
-                not node.terms or (len(node.terms) == 1 and not node.terms[0][0])
+            # 0 has no terms, and any other number one term without atoms
+            is_number = isinstance(node, Polynomial) and all(
+                not monomial for monomial, _ in node.terms
             )
             if is_number or isinstance(node, Special):
                 self.constants.add(known)
@@ -330,8 +331,10 @@ class Table(ABC):
         assert isinstance(node, Compare)
         terms = self.terms(node.polynomial)
         monomial, c = terms[-1]
+        # one term `variable`, and at most a number, which sorts first
         is_bound = len(monomial) == 1 and monomial[0][1] == 1 and c == 1
-        if not is_bound or len(terms) > 2 or (len(terms) == 2 and terms[0][0]):
+        others = [m for m, _ in terms[:-1]]
+        if not is_bound or others not in ([], [()]):
             return None
         atom = self.atoms[monomial[0][0]]
         if not isinstance(atom, Variable):

@@ -286,7 +286,8 @@ class WeightReader:
                 if name in self.before and p.shape == self.before[name].shape
             }
             made = max(self.times.values(), default=0)
-            self.forwards += 0 < made < self.steps
+            if 0 < made < self.steps:
+                self.forwards += 1
             known = self.fed_weights[-1] if self.fed_weights else self.before
             if now.keys() == self.before.keys() and _differ(known, now):
                 self.fed_weights.append(now)

@@ -330,13 +330,11 @@ def _count_without_effect(
     for name in hp:
         for times in (0.5, 2.0):
             changed = _with_number(objective, hp, name, times)
-            if changed is not None:
-                count += torch.allclose(
-                    weights,
-                    _weights(batch, objective, changed, log_r),
-                    rtol=1e-3,
-                    atol=1e-6,
-                )
+            if changed is None:
+                continue
+            changed_weights = _weights(batch, objective, changed, log_r)
+            if torch.allclose(weights, changed_weights, rtol=1e-3, atol=1e-6):
+                count += 1
     return count
 
 
