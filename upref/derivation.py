@@ -223,6 +223,18 @@ def _regimes(
 ) -> Iterator[tuple[str, Expr, Expr, Expr]]:
     """Yield the regimes: where each is, J, dJ/dlp and the weight. Neighbors with equal
     expressions are one regime.
+
+    Args:
+        objective: the objective.
+        A: a symbol with a sign, or 0.
+        letters: hyperparameter -> a symbol, or the number that is inserted.
+        values: a number for each symbol, A included, by which regimes are ordered.
+        notes: gets each breakpoint that has no closed form, as the expression that is 0
+            there.
+
+    Yields:
+        Where it is, in words, and three expressions. Of an objective that couples tokens,
+        those of the first token, or of one whose gradient is not the weight.
     """
     token_count = FREE_TOKENS if objective.level == "custom" else 1
     tags = [f"_{i + 1}" for i in range(token_count)] if token_count > 1 else [""]
@@ -338,7 +350,12 @@ def _intervals_between(
 ) -> list[RatioInterval]:
     """Return the open intervals of r between the edges, each with a point inside.
 
-    An edge without a closed form is solved for at these values, and noted.
+    Args:
+        edges: expressions; one with r in it has no closed form, and is solved for r.
+        r: the ratio.
+        values: a number for each other symbol.
+        top: the largest r, 1/mu or infinity.
+        notes: gets the edges that were solved.
     """
     upper_end = top.subs(values)
     places = {sympy.S.Zero: "0", upper_end: str(top)}

@@ -254,7 +254,8 @@ def minimum(x: Any, y: Any) -> Any:
         x, y: tensors, arrays, numbers or sympy expressions.
 
     Returns:
-        The same kind, elementwise.
+        The same kind, elementwise. Where a tensor equals a number, the whole gradient is the tensor's; of two equal
+        tensors, each has half.
     """
     match _backend(x, y):
         case "torch":
@@ -274,7 +275,8 @@ def maximum(x: Any, y: Any) -> Any:
         x, y: tensors, arrays, numbers or sympy expressions.
 
     Returns:
-        The same kind, elementwise.
+        The same kind, elementwise. Where a tensor equals a number, the whole gradient is the tensor's; of two equal
+        tensors, each has half.
     """
     match _backend(x, y):
         case "torch":

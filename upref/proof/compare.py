@@ -152,6 +152,7 @@ def compare(
         reads=frozenset(reads),
     )
     bounds: dict[Bound, None] = {}
+    # a path of the first pattern that is proved: both functions run on it once more
     first: tuple[Search, Path] | None = None
     for chunk in _chunks(among):
         outcomes = []
@@ -174,6 +175,7 @@ def compare(
                 out.is_rounded |= trace.is_rounded
             if outcome.reason:
                 break
+        # the solver starts once for all patterns of a chunk
         _conclude(values, outcomes, start + seconds - cpu_seconds(), limits)
         for search, outcome in outcomes:
             out.paths += len(outcome.paths)

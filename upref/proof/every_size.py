@@ -349,7 +349,9 @@ class Lifted:
         return out
 
     def _swapped(self, name: str, body: int) -> int:
-        """Return the sum of one monomial; that over columns is always the inner one."""
+        """Return the sum of one monomial over a row or over the rows. Of a sum over
+        both, the sum over columns is the inner one, in whichever order they were taken.
+        """
         v = self.values
         terms = v.terms(body)
         if name == OF_ROW and len(terms) == 1 and len(terms[0][0]) == 1:

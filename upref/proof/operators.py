@@ -7,7 +7,8 @@ assumes as it was decided there (upref.proof.trace).
 
 A rule takes an `Operation` and returns the ids of the result, in its shape, or a tuple
 of such tensors. None in place of one leaves the ids of that result as they are. A rule
-that runs the operator itself puts the result into `answer`, and returns (None,).
+that runs the operator itself puts the result into `answer`, and returns (None,). In
+every rule, `o` is the call and `v` all formulas, whose methods make new ids of ids.
 
 Seven kinds, which docs/howto/prove.md lists from this table. *Moves*: the operator runs on
 the ids themselves. *Exact*: arithmetic, comparisons and choices, by upref.proof.values.

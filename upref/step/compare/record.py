@@ -246,7 +246,10 @@ class _Recorder:
         return result
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Record the gradients that the optimizer finds."""
+        """Record the gradients that the optimizer finds, in a new Step; in the last
+        one, where the last step has none of its parameters yet. After `first` steps no
+        more are recorded, nor is what is fed.
+        """
         signs = self._signs(optimizer)
         if self.is_closed or not signs:
             return
