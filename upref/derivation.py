@@ -233,8 +233,8 @@ def _regimes(
             there.
 
     Yields:
-        Where it is, in words, and three expressions. Of an objective that couples tokens,
-        those of the first token, or of one whose gradient is not the weight.
+        Where it is, in words, and three expressions. Of an objective that couples
+        tokens, they are of the first token, or of one whose gradient is not the weight.
     """
     token_count = FREE_TOKENS if objective.level == "custom" else 1
     tags = [f"_{i + 1}" for i in range(token_count)] if token_count > 1 else [""]

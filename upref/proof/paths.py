@@ -2,8 +2,9 @@
 """Are two functions equal for every value? All paths of both, and what the solver says of
 each difference.
 
-Both functions run on one point (upref.proof.trace). The path that they took holds for
-more points than this one, and so do their formulas. For each branch of the path, the
+Both functions run on one point, the *witness* of a path (upref.proof.trace). The path
+that they took holds for more points than this one, and so do their formulas. A *pattern*
+is what is fixed of the batch, such as its mask (upref.proof.domain). For each branch of the path, the
 solver looks for a point that takes the other side; then both run there. When no side
 is left, the paths cover every point. On each path, the formulas of two functions are
 equal, or the solver looks for a point at which they differ.

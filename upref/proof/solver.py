@@ -6,6 +6,9 @@ The limit of each question is z3's count of its own steps: it is the same on a b
 The questions go to it as one SMT-LIB text. exp, log and other functions that are no
 polynomials are unknown numbers there, of which a few true facts are told. So `impossible`
 holds for the real functions too, and a point that the solver gives may be no real one.
+
+An *id* names a formula, which is made of *atoms* (upref.proof.values): every number of an
+atom or a node here is its index there.
 """
 
 import math

@@ -136,7 +136,7 @@ def _numbers_beyond(x: Any) -> int:
 
 
 def _state_of_generator(x: Any) -> Any:
-    """Return the state of a random generator, to compare it; None of anything else."""
+    """Return a value that changes when a random generator draws; None of anything else."""
     if isinstance(x, random.Random) and not isinstance(x, random.SystemRandom):
         return hash(x.getstate())
     if isinstance(x, np.random.Generator):
@@ -149,7 +149,10 @@ def _state_of_generator(x: Any) -> Any:
 
 
 def _parts(x: Any) -> Iterator[tuple[str, Any, Write | None]]:
-    """Yield what an object holds, with a name and a way to replace it."""
+    """Yield what an object holds: the end of the part's name, the part, and a function
+    that puts another one in its place, None where that is not possible. Of a list, only
+    the first MOST_ENTRIES; nothing of a module, or of an object without attributes.
+    """
     if isinstance(x, list | deque):
         for n, part in enumerate(itertools.islice(x, MOST_ENTRIES)):
             yield f"[{n}]", part, partial(x.__setitem__, n)
