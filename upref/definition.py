@@ -280,6 +280,10 @@ class Objective:
     def __call__(self, b: Rollouts, **hp: Any) -> Float[Tensor, ""]:
         """Return J of the batch, the aggregation and the KL term included; gradients
         flow into b.logp alone.
+
+        Raises:
+            InputError: b is no Rollouts, or its tokens have several advantages where
+                the objective needs one per response.
         """
         if not isinstance(b, Rollouts):
             raise InputError(

@@ -340,7 +340,8 @@ def _sum_tiles(
     least: Tensor,
     scale: float | None = None,
 ) -> _SumsOfTiles:
-    """Add up the tiles of the vocabulary. Without the kernels it writes to their logits.
+    """Return what the tiles of the vocabulary add up to. Without the kernels it writes
+    to their logits.
 
     Args:
         tiles: of `_Head.tiles`.

@@ -3,11 +3,12 @@
 each difference.
 
 Both functions run on one point, the *witness* of a path (upref.proof.trace). The path
-that they took holds for more points than this one, and so do their formulas. A *pattern*
-is what is fixed of the batch, such as its mask (upref.proof.domain). For each branch of the path, the
-solver looks for a point that takes the other side; then both run there. When no side
-is left, the paths cover every point. On each path, the formulas of two functions are
-equal, or the solver looks for a point at which they differ.
+that they took holds for more points than this one, and so do their formulas. For each
+branch of the path, the solver looks for a point that takes the other side; then both
+run there. When no side is left, the paths cover every point. On each path, the formulas
+of two functions are equal, or the solver looks for a point at which they differ.
+
+A *pattern* is what is fixed of the batch, such as its mask (upref.proof.domain).
 
 Nothing of this is believed unseen. A path counts only if its conditions hold at a point
 where both functions ran, and if the solver finds them free of contradictions. Formulas
