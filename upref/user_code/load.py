@@ -129,7 +129,11 @@ def name_of(fn: Any) -> str:
 
 def _import_file(path: Path) -> ModuleType:
     """Import a file. It may import its neighbors, as under `python FILE.py`, and the
-    other modules of its package, as under `python -m`.
+    other modules of its package, as under `python -m`. It is kept in `sys.modules`, by its
+    own name if that is free.
+
+    Raises:
+        InputError: it cannot be read, is no Python file, or raises when it is imported.
     """
     require_readable(path)
     path = path.resolve()

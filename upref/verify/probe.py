@@ -240,13 +240,13 @@ class BlackBox:
         Returns:
             Ratios, ascending.
         """
-        return sorted(
-            jump.r
+        of_rare_tokens = [
+            jump
             for jump, _ in self.jumps
-            if jump not in self.faded
-            and jump.A == A
-            and not jump.high_entropy
-            and jump.mu not in MUS
+            if not jump.high_entropy and jump.mu not in MUS
+        ]
+        return sorted(
+            jump.r for jump in of_rare_tokens if jump.A == A and jump not in self.faded
         )
 
 

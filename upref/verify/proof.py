@@ -607,6 +607,7 @@ def _optional_reads(
     objective needs; the sampler's only where both read it.
     """
     everything = frozenset(("logp_ref", "logp_sampler", "entropy"))
+    # a loss that takes a batch may read anything of it
     wanted = everything if loss.takes_batch or loss.framework else loss.reads
     reads = {"logp_ref", "entropy"} & (
         wanted | (other.reads if objective is None else set())

@@ -124,7 +124,8 @@ def describe_interval(interval: Interval) -> str:
 
 # ---- examples ------------------------------------------------------------------------
 def describe_example(example: Example) -> str:
-    """Return the input as Python that can be pasted, with both results as comments.
+    """Return the input as Python that can be pasted, with both results as comments; a
+    comment alone where that takes more than LONGEST characters.
 
     Args:
         example: as data.

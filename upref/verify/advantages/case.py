@@ -279,8 +279,8 @@ class AdvantageCase:
 
 
 def _not_finite(batches: Sequence[RewardBatch], found: Sequence[Floats]) -> Cause:
-    """Return the cause that a std of 0 is divided by. It holds where the numbers that
-    are not finite are exactly those of prompts with one response, or equal rewards.
+    """Return the cause that a std of 0 is divided by, if the numbers that are not finite
+    are exactly those of prompts with one response, or equal rewards; else no cause.
     """
     for b, numbers in zip(batches, found, strict=True):
         groups_without_spread = {

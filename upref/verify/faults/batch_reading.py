@@ -197,7 +197,15 @@ def shifted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         move: Callable[[Tensor, int], Tensor],
         zeros: bool,
     ) -> Rollouts:
-        """Return the batch with these fields moved by so many tokens."""
+        """Return the batch with these fields moved by so many tokens.
+
+        Args:
+            batch: the batch.
+            fields: of Rollouts; one that the batch lacks is left out.
+            by: 1 for one token too late, -1 for one too early.
+            move: moves each row of a field.
+            zeros: whether masked slots are set to 0 before.
+        """
         values = {
             "logp_old": batch.logp_old,
             "adv": batch.adv.expand_as(batch.mask),

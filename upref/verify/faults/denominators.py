@@ -160,8 +160,9 @@ def rejected_by_ratio(case: LossCase) -> Iterator[LossFault]:
         log_r = torch.as_tensor(log_ratios)[:, None]
         old = torch.full_like(log_r, LOG_OLD)
         A = -log_r.sign()
+        ones = torch.ones_like(log_r)
         batch = case.ready(
-            Rollouts(old + log_r, old, A, log_r == log_r, logp_ref=old, entropy=A.abs())
+            Rollouts(old + log_r, old, A, ones.bool(), logp_ref=old, entropy=ones)
         )
         found = case.weights(batch)
         return ((found == 0) & (case.expected(batch) != 0))[:, 0].numpy()
@@ -176,7 +177,9 @@ def rejected_by_ratio(case: LossCase) -> Iterator[LossFault]:
         """
         places = range(start, len(LOG_RATIOS) if step > 0 else -1, step)
         lost = next((n for n in places if is_lost[n]), None)
-        if lost is None or lost == start:
+        if (
+            lost is None or lost == start
+        ):  # a token with a ratio near 1 is never rejected
             return 0.0 if step < 0 else math.inf
         found = bisected(is_lost_at, LOG_RATIOS[lost - step], LOG_RATIOS[lost])
         return float(f"{math.exp(found):.6g}")

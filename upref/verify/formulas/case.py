@@ -131,7 +131,7 @@ class FormulaCase:
         return bool(self.failed)
 
     def inputs(self, problem: Problem) -> Inputs:
-        """Return the inputs of a batch, 0 where the function does not take them.
+        """Return the inputs of a batch, with zeros for those of `absent`.
 
         Args:
             problem: the batch.
@@ -360,10 +360,15 @@ class FormulaCase:
         return problem.take(*kept)
 
     def example(self, problem: Problem) -> Example:
-        """Make the batch with the right numbers and those of the function.
+        """Make the batch with the right numbers and those of the function. It has the
+        inputs that both the formula and the function read, and no numbers where these are
+        more than MOST_ENTRIES.
 
         Args:
             problem: the batch.
+
+        Raises:
+            InputError: the function refuses the batch.
         """
         wanted = self.shown or tuple(problem.inputs)
         inputs = {

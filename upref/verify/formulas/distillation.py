@@ -79,7 +79,8 @@ LOGITS = {"logits", "logit", "z"}
 
 
 def role(name: str) -> str:
-    """Return the input that a name of an argument means, or "".
+    """Return the input that a name of an argument means, or "": the first of the rules
+    below that fits decides.
 
     Args:
         name: of an argument.
@@ -1069,8 +1070,10 @@ def _choose_case(
 def _grid(
     function: NamedFunction, own: Settings, given: Settings
 ) -> list[dict[str, Any]]:
-    """Return the settings that are tried: those that the user gave; the first value for
-    those that the function takes; usual values for the rest.
+    """Return the settings that are tried, each combination as a dictionary, the likeliest
+    first: those that the user gave; the first value for those that the function takes;
+    all usual values for the rest. A setting that only the function requires has its first
+    usual value.
     """
     columns = []
     for key in own:

@@ -391,6 +391,7 @@ def _recursion_faults(name: str) -> Iterator[TokenFault]:
     )
     for words, fault_id, recursion in own:
         yield Fault(words, _recursive(name, recursion), id=fault_id)
+    # those that change nothing else, and those that change nothing of it
     of_holes = [one for one in own if _changes(one[2]) <= set(HOLES)]
     others = [one for one in own if not _changes(one[2]) & set(HOLES)]
     for (words, fault_id, holes), (other_words, other_id, other) in itertools.product(
@@ -573,10 +574,8 @@ def _turn_faults(name: str) -> Iterator[TokenFault]:
             order: a key of `orders`.
             centred: whether the mean is subtracted, and nothing divides.
         """
-        mask, rewards = (
-            inputs["mask"],
-            torch.where(inputs["mask"], inputs["rewards"], 0),
-        )
+        mask = inputs["mask"]
+        rewards = torch.where(mask, inputs["rewards"], 0)
         normalize = partial(
             _normalized, mask=mask, ids=ids(inputs), settings=settings, centred=centred
         )
@@ -616,7 +615,7 @@ def _turn_faults(name: str) -> Iterator[TokenFault]:
             continue
         if own_ids == "among the turns of the same number" and "same slot" in where:
             continue  # which is the same thing where no turn is left out
-        is_plain = order == "discount"
+        is_plain = order == "discount"  # then what is normalized does not matter
         said = [] if order == own_order else [f"rewards are {orders[order]}"]
         if where != own_ids and not is_plain:
             said.append(f"normalized {where}")

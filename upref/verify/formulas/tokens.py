@@ -747,13 +747,16 @@ def _make(
 def _grid(
     function: NamedFunction, own: Settings, given: Settings
 ) -> list[dict[str, Any]]:
-    """Return the settings that are tried: those that the user gave; the first value for
-    those that the function takes; all usual values for the rest.
+    """Return the settings that are tried, each combination as a dictionary, the likeliest
+    first: those that the user gave; the first value for those that the function takes; all
+    usual values for the rest. A setting that only the function requires has its first
+    usual value.
     """
     columns = []
     for key, first in own.items():
         if key in given:
             columns.append([given[key]])
+        # ddof and eps may mean something else there than in the formula
         elif key in function.takes and key in ("gamma", "lam", "omega", "coef"):
             columns.append([first])
         else:

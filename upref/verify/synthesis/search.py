@@ -295,8 +295,10 @@ def comparison_for_every_value(case: LossCase, edit: Edit) -> str:
         """Return the loss of the objective with the edit, without groups."""
         policies = (ref_log_prob, rollout_log_probs)
         given = (log_prob, old_log_prob, advantages, mask, *policies, entropy, None)
+        # an edit may put them into a function that does not take them
         J.__globals__.update(zip(INPUTS, given, strict=True))
         terms = J(*given)
+        # one term per response counts for each of its tokens
         if terms.ndim == 1 and objective.agg != "seq-mean":
             terms = terms[:, None].expand_as(mask)
         return -aggregate(terms, mask, objective.agg, None)
