@@ -368,6 +368,19 @@ def _loss_with_hyperparameters(
 ) -> Loss:
     """Return the Loss of a function, bound to the hyperparameters that it takes: by the
     objective's name for each, or by the argument's own.
+
+    Args:
+        name: of the function, for messages.
+        call: from inputs by role and settings by argument to what the function returns.
+        reading: the arguments of the function.
+        objective: what it is compared with.
+        hp: what the user set.
+        reads: the roles that it takes.
+        read_as: which argument was taken for what, in words.
+
+    Raises:
+        InputError: one argument is set twice, a setting is unknown, or an argument without
+            a default has no value.
     """
     arguments = _arguments_of_each(reading, objective)
     hp = _without_bonus(name, reading, objective, reads, hp)

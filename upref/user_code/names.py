@@ -551,8 +551,8 @@ ROW_WORDS |= {
 
 
 def reward_role(name: str) -> str:
-    """Return the role of an argument of an advantage estimator; "" where the name does
-    not tell.
+    """Return the role of an argument of an advantage estimator, by the first of the rules
+    below that fits: n, row_mask, mask, rewards or group; "" where the name does not tell.
 
     Args:
         name: of an argument.

@@ -308,7 +308,8 @@ def _roles_by_name(
     named: Sequence[inspect.Parameter], role: Callable[[str], str]
 ) -> dict[str, str]:
     """Return the role of each argument whose name tells it. An argument whose default
-    is a setting has no role, unless it is a count.
+    is a setting has no role, unless it is a count: of ranks, of responses to a prompt, or,
+    beside totals, of micro-batches.
     """
     counts: tuple[str, ...] = COUNTED
     if any(role(p.name) == "totals" for p in named):

@@ -284,7 +284,11 @@ class Function(UserFunction):
         return [1] * N
 
     def _called(self, inputs: dict[str, Any]) -> Called:
-        """Call the function once on inputs by role."""
+        """Call the function once on inputs by role, and compare these before and after.
+
+        Raises:
+            InputError: the function raises.
+        """
         return self.watched(
             lambda: self.reading.call(self.fn, inputs, dict(self.bound_args)),
             inputs,

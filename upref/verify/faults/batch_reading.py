@@ -788,11 +788,15 @@ def left_out(case: LossCase, batch: Rollouts | None = None) -> Iterator[LossFaul
 
 
 def _short_responses(case: LossCase) -> Rollouts:
-    """Return responses of 1 to 40 tokens, on policy."""
-    n = torch.arange(1, LONGEST + 1, dtype=torch.float64)[:, None]
+    """Return responses of 1 to 40 tokens, on policy, with A = -1 and A = 1 in turn. Their
+    log-probabilities are spread from -6 to 0.
+    """
+    n = torch.arange(1, LONGEST + 1, dtype=torch.float64)[:, None]  # of a row's tokens
+    # fractional parts of multiples of roots follow no pattern
     lp = -6 * (n * n.T.sqrt() % 1) - 0.01
-    A = (-1.0) ** n + 0 * lp
-    entropy = 1 + n / LONGEST + 0 * lp
+    zeros = torch.zeros_like(lp)
+    A = (-1.0) ** n + zeros
+    entropy = 1 + n / LONGEST + zeros
     return case.ready(Rollouts(lp, lp, A, n.T <= n, entropy=entropy))
 
 

@@ -779,10 +779,9 @@ def _episode_of_return(inputs: Inputs, settings: Settings) -> Tensor:
     """Return GiGPO's advantage whose response part is of the return from the first step."""
     mask = inputs["mask"]
     returns = compute("discounted_returns", inputs, settings)
-    first = returns.gather(1, mask.int().argmax(1, keepdim=True))
-    at_first = torch.zeros_like(returns).scatter(
-        1, mask.int().argmax(1, keepdim=True), first
-    )
+    first_slot = mask.int().argmax(1, keepdim=True)
+    first_return = returns.gather(1, first_slot)
+    at_first = torch.zeros_like(returns).scatter(1, first_slot, first_return)
     episode = compute(
         "gigpo", {**inputs, "rewards": at_first}, {**settings, "omega": 0.0}
     )

@@ -115,7 +115,8 @@ def setting(name: str) -> str:
 
 
 def vocabulary(fn: Any) -> Vocabulary:
-    """Return what the arguments of a value loss may be called.
+    """Return what the arguments of a value loss may be called: what `values` and
+    `target_values` mean depends on its other arguments.
 
     Args:
         fn: the loss, or its name.

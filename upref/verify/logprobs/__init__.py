@@ -130,7 +130,11 @@ def check_logprobs(
 def _check_nucleus(
     fn: Any, top_k: int | None, top_p: float | None, skip: tuple[str, ...]
 ) -> Report:
-    """Return the report on a function whose sampler cuts the distribution."""
+    """Return the report on a function whose sampler cuts the distribution.
+
+    Raises:
+        InputError: top_k or top_p is not possible, or the function cannot be read or run.
+    """
     start = time.perf_counter()
     # refuses numbers that are not possible
     nucleus.kept(torch.zeros(1), top_k=top_k, top_p=1.0 if top_p is None else top_p)

@@ -166,7 +166,9 @@ def _by_mass(at_least_one: bool, include_next: bool) -> Callable[..., Tensor]:
         top_p = problem.top_p or 1.0
         is_kept = mass <= top_p
         if include_next:
-            is_kept = (mass - p - p.roll(1, -1)) < top_p
+            # the mass in front of the token that is in front of this one
+            mass_before = mass - p - p.roll(1, -1)
+            is_kept = mass_before < top_p
             is_kept[..., :2] = True
         if at_least_one:
             is_kept[..., 0] = True

@@ -357,7 +357,9 @@ def compared(
     """
 
     def find(case: KernelCase) -> Iterator[Finding]:
-        """Yield a note for the first refusal, notes for NaN, and the first failure."""
+        """Yield a note for the first refusal, notes for NaN beside logits of -inf, and the
+        first failure.
+        """
         has_refused = False
         for words, problem in make_problems(case.kernel).items():
             try:
@@ -506,7 +508,7 @@ def weight_in_place(case: KernelCase) -> Iterator[Finding]:
     """
     exact = problems.random_problem(case.kernel)
     words = "the weight is changed in place between two calls, as an optimizer does"
-    # a wider copy of float64 is no copy
+    # a function that keeps weight.double() keeps no copy of a weight in float64
     for problem, least in ((exact, 0.0), (exact.to(torch.bfloat16), HALF_TOL)):
         assert problem.weight is not None
         earlier = problem.weight.flip(0)

@@ -104,6 +104,7 @@ def _without_tokens(case: LossCase, batch: Rollouts) -> list[Finding]:
     half = len(batch.mask) // 2
     fields = {name: x[half:] for name, x in batch.tensors().items()}
     fields["mask"] = torch.zeros_like(fields["mask"])
+    # of the mini-batch, whose other half trains
     mask = batch.mask.clone()
     mask[half:] = False
     # Rollouts itself refuses such rows
@@ -636,13 +637,9 @@ def _cause_of_average(case: LossCase, batch: Rollouts) -> str | Cause:
         """
         averaged = torch.zeros_like(batch.logp)
         for rows in _rows_of_ranks(batch, ranks):
-            averaged[rows] = (
-                _due_gradient(
-                    case,
-                    replace(batch.rows(rows, Totals.of(batch.mask[rows])), totals=None),
-                )
-                / ranks
-            )
+            part = batch.rows(rows, Totals.of(batch.mask[rows]))
+            due = _due_gradient(case, replace(part, totals=None))
+            averaged[rows] = due / ranks
         return averaged
 
     for words, change in (

@@ -500,6 +500,7 @@ def _any_effect(
     return False
 
 
+LEAST_SHARE_WRONG = 0.01  # of the weights of a grid: fewer are no other formula
 MOST_ROWS = 70  # of a batch of repeated responses
 TIMES_WIDER = 9  # the longest responses that are tried
 
@@ -545,7 +546,7 @@ def _is_right_or_wrong_before(
     """
     errors = case.weight_error(batch, gradient / case.factors(batch))
     share_wrong = (errors > 10 * case.tol).double().mean()
-    if share_wrong < 0.01:
+    if share_wrong < LEAST_SHARE_WRONG:
         return True
     own_values = {k: v for k, v in case.hp.items() if k in case.loss.bound_args}
     unchanged_case = replace(case, hp=case.objective.resolve(own_values))
