@@ -183,10 +183,11 @@ def own_factor(objective: Objective) -> Factor:
 
 
 def names(first: str) -> list[str]:
-    """Return the names of all aggregations, this one before the others.
+    """Return the names of all aggregations of FACTORS, this one before the others. It may
+    be kept-mean, which is left out otherwise.
 
     Args:
-        first: a key of FACTORS.
+        first: a key of FACTORS, kept-mean, or "" for the order of FACTORS.
     """
     every = [*FACTORS, KEPT_MEAN] if first == KEPT_MEAN else FACTORS
     return sorted(every, key=lambda name: name != first)

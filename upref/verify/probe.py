@@ -469,10 +469,14 @@ class Measured:
 
 def measure_batches(box: BlackBox) -> list[Measured]:
     """Measure the loss on a batch of tokens, on batches of responses (their log-ratio
-    is a mean, and a sum), and on random ones.
+    is a mean, and a sum), and on random ones. A loss that takes advantages of tokens is
+    measured on a batch of tokens that has them, too.
 
     Args:
         box: the loss, measured on single tokens.
+
+    Returns:
+        In this order; the batch with advantages of tokens comes before the random ones.
     """
     rng = np.random.default_rng(0)
     tokens = _tokens_to_measure(box)

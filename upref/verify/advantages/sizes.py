@@ -73,8 +73,8 @@ def _other_denominator(case: AdvantageCase) -> Iterator[Finding]:
 
 
 def _has_larger_denominator(case: AdvantageCase, batch: RewardBatch) -> bool:
-    """Return whether each advantage is smaller than it should be and has the right
-    sign, as if it were divided by more.
+    """Return whether each advantage is at most as large as it should be and has the right
+    sign, as if it were divided by more; False if the function refuses the batch.
     """
     tol = case.function.tol
     with contextlib.suppress(InputError):

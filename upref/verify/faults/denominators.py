@@ -823,7 +823,7 @@ def capped_lengths(case: LossCase, batch: Rollouts) -> Iterator[LossFault]:
 def _lengths_and_multiples(case: LossCase) -> tuple[Tensor, Tensor] | None:
     """Return the lengths of the responses of the on-policy batch, [B], and the gradient
     of each response over the expected one, [B]; None where the tokens of a response
-    have several such multiples.
+    have several such multiples, or where the loss refuses the batch.
     """
     batch = case.on_policy()
     roles = ["logp", "logp_ref"]

@@ -429,7 +429,15 @@ def _failure_of_one_response(
     batch: Rollouts,
     why: Cause,
 ) -> Finding:
-    """Return the failure of the worst weight of a batch of one response."""
+    """Return the failure of the worst weight of a batch of one response.
+
+    Args:
+        case: the loss and its objective.
+        dtype: in which it is wrong; None for float64.
+        regime: the words for the batch.
+        batch: the batch, which is shown.
+        why: its cause.
+    """
     i, t = worst(_unforgiven_errors(case, dtype, batch))
     _, weights = _case_and_weights(case, dtype, batch)
     found = weights[i, t].item()
