@@ -219,11 +219,14 @@ def entropy_and_best() -> tuple[float, int]:
     methods, and how many methods there are.
     """
     runs = _main_runs()
-    means = [
-        [np.mean([number(r, term) for r in of_arm]) for of_arm in runs.values()]
-        for term in (term_of(name, "", "") for name in ("entropy", "best/top_p_0.7"))
-    ]
-    return float(np.corrcoef(means)[0, 1]), len(runs)
+
+    def means(name: str) -> list[float]:
+        """Return the mean of a number over the runs of each method."""
+        term = term_of(name, "", "")
+        return [float(np.mean([number(r, term) for r in of])) for of in runs.values()]
+
+    correlation = np.corrcoef(means("entropy"), means("best/top_p_0.7"))[0, 1]
+    return float(correlation), len(runs)
 
 
 def _effect(metric: str, other: str) -> Effect:

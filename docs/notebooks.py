@@ -108,8 +108,11 @@ def write(folder: Path) -> list[Path]:
 
 
 def main(folder: str = "") -> int:
-    """Write the notebooks, and print where they are; return 0, or 2 if no folder is
-    named or one of them exists.
+    """Write the notebooks, and print where they are; for -h, or without a folder, print
+    how the command is called.
+
+    Returns:
+        0; 2 if no folder is named or it has one of the notebooks.
     """
     if not folder or folder.startswith("-"):
         print(__doc__, file=sys.stdout if folder in ("-h", "--help") else sys.stderr)

@@ -171,8 +171,8 @@ def _of_class(node: ast.ClassDef, key: str) -> Iterator[Declaration]:
 
 
 def _default(value: ast.expr | None) -> str:
-    """Return a default as the source writes it; of a call, its `default` or first
-    argument, as in field(default=...); "" for None.
+    """Return a default as the source writes it, "" for None. Of a call it is the
+    `default` or the first argument, as in field(default=...), or else the call.
     """
     if isinstance(value, ast.Call):
         keyword = next((k.value for k in value.keywords if k.arg == "default"), None)

@@ -121,6 +121,7 @@ def suite_dates() -> str:
     """Return sentences on what the newest suite has beside the one before."""
     *_, before, newest = SUITES
     added = [case for case in CASES.values() if case.suite == newest]
+    # cases of one process by their ids, those of several by their levels
     ids = [f"`{case.id}`" for case in added if case.level <= SINGLE]
     rest = sorted({case.level for case in added if case.level > SINGLE})
     levels = "the levels " + " and ".join(map(str, rest))

@@ -82,7 +82,8 @@ def _lives(pid: int) -> bool:
 @cache
 def environment(*late: str) -> dict[str, str]:
     """Return an environment in which `executable` forks from a process of our own,
-    which this starts; {} where no process can fork, or not within 20 s.
+    which this starts, and for whose socket it waits up to 20 s; {} where the system is
+    not Linux.
 
     Args:
         *late: modules that it imports when the first fork is asked for, beside SLOW,

@@ -178,21 +178,16 @@ def text(judged: Sequence[Judged], head: str, verbose: bool = False) -> str:
         said += [f"elsewhere: {e}" for e in j.claim.elsewhere]
         if j.claim.second:
             said.append(f"second reader: {j.claim.second}")
-        said += (
-            shown(j)
-            if not verbose
-            else [
-                f"{o.kind} {o.pointer}: {' and '.join(o.finds)}  {o.text}"
-                for o in j.outcomes
-            ]
-        )
-        out += [
-            line
-            for s in said
-            for line in textwrap.wrap(
-                s, 150, initial_indent="    ", subsequent_indent="      "
+        if verbose:
+            for o in j.outcomes:
+                finds = " and ".join(o.finds)
+                said.append(f"{o.kind} {o.pointer}: {finds}  {o.text}")
+        else:
+            said += shown(j)
+        for sentence in said:
+            out += textwrap.wrap(
+                sentence, 150, initial_indent=" " * 4, subsequent_indent=" " * 6
             )
-        ]
     return "\n".join(out)
 
 

@@ -118,15 +118,16 @@ def bandit(
         raise InputError(
             f"{N} rewards cannot be shared out equally among {prompts} prompts."
         )
-    arm, prompt = torch.arange(N) % (N // prompts), torch.arange(N) // (N // prompts)
-    eye = torch.eye(prompts, dtype=F64)
+    arms = N // prompts
+    prompt = torch.arange(N) // arms
+    identity = torch.eye(prompts, dtype=F64)
     return Task(
-        prompt[:, None],
-        arm[:, None],
-        torch.ones(N, 1, dtype=torch.bool),
-        prompt,
-        torch.tensor(reward, dtype=F64),
-        eye if features is None else features,
+        contexts=prompt[:, None],
+        tokens=(torch.arange(N) % arms)[:, None],
+        mask=torch.ones(N, 1, dtype=torch.bool),
+        prompt=prompt,
+        reward=torch.tensor(reward, dtype=F64),
+        features=identity if features is None else features,
     )
 
 
@@ -145,8 +146,8 @@ def strings(
     Raises:
         InputError: one in `right` is no response.
     """
-    whole: list[tuple[int, ...]] = []
-    prefixes: dict[tuple[int, ...], int] = {(): 0}
+    whole: list[tuple[int, ...]] = []  # the responses, each once
+    prefixes: dict[tuple[int, ...], int] = {(): 0}  # prefix -> its context
     for o in product(range(vocabulary), repeat=length):
         if end is not None and end in o:
             o = o[: o.index(end) + 1]
@@ -164,11 +165,16 @@ def strings(
         numbers = list(row)
         return numbers + [0] * (length - len(numbers))
 
+    def contexts(o: tuple[int, ...]) -> list[int]:
+        """Return the context of each token of a response."""
+        return [prefixes[o[:t]] for t in range(len(o))]
+
+    lengths = torch.tensor([len(o) for o in whole])
     return Task(
-        torch.tensor([pad([prefixes[o[:t]] for t in range(len(o))]) for o in whole]),
-        torch.tensor([pad(o) for o in whole]),
-        torch.tensor([[t < len(o) for t in range(length)] for o in whole]),
-        torch.zeros(len(whole), dtype=torch.int64),
-        torch.tensor([float(o in right) for o in whole], dtype=F64),
-        torch.eye(len(prefixes), dtype=F64),
+        contexts=torch.tensor([pad(contexts(o)) for o in whole]),
+        tokens=torch.tensor([pad(o) for o in whole]),
+        mask=torch.arange(length) < lengths[:, None],
+        prompt=torch.zeros(len(whole), dtype=torch.int64),
+        reward=torch.tensor([float(o in right) for o in whole], dtype=F64),
+        features=torch.eye(len(prefixes), dtype=F64),
     )

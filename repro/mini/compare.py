@@ -73,8 +73,8 @@ clipping, averaged over the minibatches of a step; `grad_norm_max`: the largest 
 
 
 def partner(name: str) -> str:
-    """Return the other half of an objective: the baseline of a UP objective, the UP of
-    any other (`up(NAME)` where the registry has no `up_NAME`).
+    """Return the other half of an objective: of up_X and up(X) it is X, of X it is
+    up_X. Where the registry lacks that, it is up(NAME).
     """
     if name.startswith("up(") and name.endswith(")"):
         return name[3:-1]

@@ -120,8 +120,9 @@ def publish(folder: Path, write: Callable[[Path], None], **facts) -> None:
 
 
 def _disk_error(e: Exception, path: Path) -> OSError:
-    """Return as an OSError what torch and safetensors raise where a file cannot be
-    written: by its words it is a full disk, or something else.
+    """Return as an OSError, with the number of a full disk, what torch and safetensors
+    raise where a file cannot be written. Its text is their own where they do not say
+    that the disk is full.
     """
     said = str(e).splitlines()[0]
     full = "unexpected pos" in said or "os error 28" in said or "iostream" in said
@@ -290,8 +291,8 @@ class Log:
             f.write(json.dumps(row, allow_nan=False) + "\n")
 
     def here(self) -> list[Any]:
-        """Return [how many bytes are written, their sha256], once they are on
-        the disk.
+        """Flush the file, which is made if it is not there, and return [its bytes,
+        their sha256].
         """
         self.path.touch()
         flush(self.path)

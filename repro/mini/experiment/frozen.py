@@ -151,11 +151,11 @@ Key = tuple[str, str, str, str]
 
 def intervals(plan: Plan, known: Known) -> dict[Key, Any]:
     """Return the effects by the registered rule of an experiment with intervals, by
-    this engine's names.
+    this engine's names; {} for a plan without such a rule.
 
     Args:
-        plan: "stale", by its design.toml, or "controls", by its plan.toml; {} for
-            others, which have no registered rule.
+        plan: "stale", whose rule reads design.toml, or "controls", whose rule reads
+            plan.toml.
         known: its records, by name.
     """
     if plan.name == "stale":

@@ -53,9 +53,7 @@ def shown(e: Effect) -> str:
     """Return an effect as text, `+2.1 [+1.6, +2.6]`; its word where it has no
     interval.
     """
-    if e.word == "out of reach" or not e.n:
-        return e.word
-    if e.word == "not finished":
+    if e.word in ("out of reach", "not finished"):
         return e.word
     mean = rounded(e.question, e.mean)
     low, high = (rounded(e.question, x, "") for x in (e.low, e.high))

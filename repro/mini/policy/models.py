@@ -128,10 +128,11 @@ def inputs(task: Task, problems: Tensor) -> dict[str, Tensor]:
     """Return the prompts as the model takes them, one row a problem: input_ids, and
     pictures where the task has some.
     """
+    found = {"input_ids": task.prompts(problems)}
     pictures = task.pictures(problems)
-    return {"input_ids": task.prompts(problems)} | (
-        {} if pictures is None else {"pictures": pictures}
-    )
+    if pictures is not None:
+        found["pictures"] = pictures
+    return found
 
 
 def reader(

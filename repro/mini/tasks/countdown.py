@@ -157,6 +157,7 @@ class Countdown:
         # without <eos>: place 0, which is no end
         first_end = torch.where(is_end.any(1), is_end.int().argmax(1), 0)
         valid = sound & at_end.gather(1, first_end[:, None])[:, 0]
+        # NO_ANSWER is never a target, so that only a valid response is right
         answer = torch.where(valid, answer, NO_ANSWER)
         return Verdict((answer == problems[:, 4]).float(), valid, answer)
 

@@ -103,6 +103,7 @@ class Geometry:
         """
         numbers = (tokens[:, :3] >= ZERO) & (tokens[:, :3] < ZERO + MOST)
         valid = numbers.all(1) & (tokens[:, 3] == EOS)
+        # NO_ANSWER is never the answer, so that only a valid response is right
         answer = torch.where(valid, tokens[:, 2] - ZERO, NO_ANSWER)
         return Verdict((answer == self._answers(problems)[:, 2]).float(), valid, answer)
 
