@@ -94,13 +94,14 @@ def _largest_norm(arm: str) -> float:
 
 def clip_at_one_rate() -> tuple[float, float]:
     """Return the least and the greatest of what UP-DAPO gives beyond DAPO without its
-    upper clip, both at one learning rate: Best@32 at equal Avg@32, from the records on
-    stale data.
+    upper clip, both at one learning rate: in points of Best@32 at equal Avg@32, from
+    the records on stale data.
 
-    These have T = 1 at the end alone, and top-p 0.7. Half-way between the two levels of
-    T = 1 the difference is that of Best@32 plus x times half of that of Avg@32. x is
-    the slope of UP-DAPO's curve there: between the one at T = 1 in the records of the
-    controls, and the one over all decodings by which the search compared.
+    These records have no curves of decodings. At T = 1 each method has its own Avg@32;
+    at the level half-way between the two, the difference is estimated as that of
+    Best@32 plus x / 2 times that of Avg@32, both at T = 1. x is the slope at which
+    UP-DAPO exchanges one for the other there. There are two values of it: that near T =
+    1 in the records of the controls, and the one by which the search compared.
     """
     found = [effect.mean for effect in _at_slopes()]
     return min(found), max(found)

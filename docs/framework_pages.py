@@ -168,7 +168,14 @@ def _reason(
 
 
 def entry(row: dict[str, Any], words: str, entries: list[Entry]) -> Entry | None:
-    """Return the entry that records this reason of this row, if there is one."""
+    """Return the entry of the ledger that records this reason of this row, None if
+    there is none.
+
+    Args:
+        row: of an audit.
+        words: the reason.
+        entries: the ledger of the framework.
+    """
     key = (row["label"], row["promise"], row["micro_batches"])
     for e in entries:
         keys = {(x.loss, x.held_against, x.micro_batches) for x in e.evidence}

@@ -130,7 +130,7 @@ def _ended(jobs: list[Future]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # a job starts one process after the other
+        # a job starts one process after the other: kill until no job is left
         while not all([job.cancel() or job.done() for job in jobs]):
             for child in tuple(_running):
                 with suppress(ProcessLookupError):

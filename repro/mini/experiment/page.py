@@ -109,6 +109,8 @@ def _effects(plan: Plan, effects: Sequence[Effect]) -> str:
     looks, since a plain interval decides nothing.
     """
     columns = ["metric", "minus", "group", "seeds", "effect", "on each base"]
+    if plan.stopping:
+        columns.append("")
     rows = []
     for e in effects:
         q = e.question
@@ -120,8 +122,10 @@ def _effects(plan: Plan, effects: Sequence[Effect]) -> str:
             words.shown(e),
             words.by_base(e),
         ]
-        rows.append([*row, e.word] if plan.stopping else row)
-    return table([*columns, ""] if plan.stopping else columns, rows)
+        if plan.stopping:
+            row.append(e.word)
+        rows.append(row)
+    return table(columns, rows)
 
 
 def choices(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:

@@ -31,10 +31,11 @@ class Recorder:
     """
 
     def __init__(self, run: Any, batch: Batch, out: Path):
+        """Make the folder of the files, and begin with no minibatch."""
         self.run, self.batch = run, batch
         self.folder = out / FOLDER
         self.folder.mkdir(exist_ok=True)
-        self.updates = run.s.epochs * run.s.minibatches
+        self.updates = run.s.epochs * run.s.minibatches  # of each step
         self.done = 0  # minibatches
         # the comparison that is farthest off, in units of what rounding allows
         self.worst = parity.Parity(0.0, 0.0, 0, (-1, -1))
