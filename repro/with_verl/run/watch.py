@@ -125,6 +125,85 @@ def show(output: Path, after: int) -> int:
     return after + len(new)
 
 
+@dataclass
+class Progress:
+    """What was seen of a command up to the last look.
+
+    Attributes:
+        start: time of its start.
+        last: time of its last step; before the first, of its last output.
+        steps: how many it has logged.
+        longest: seconds between two steps, at most.
+        written: bytes of its output; -1: it was not looked at.
+        pace: CPU seconds that it uses in a second between steps.
+        worked: its CPU seconds up to the last step.
+        at_first: time and CPU seconds at the first step.
+    """
+
+    start: float
+    last: float
+    steps: int = 0
+    longest: float = 0.0
+    written: int = -1
+    pace: float = 0.0
+    worked: float = 0.0
+    at_first: tuple[float, float] = (0.0, 0.0)
+
+    def add_step(self, now: float, worked: float) -> None:
+        """Count a step that is seen now, after so many CPU seconds."""
+        if self.steps:
+            first, worked_first = self.at_first
+            self.longest = max(self.longest, now - self.last)
+            self.pace = (worked - worked_first) / max(now - first, 1)
+        else:  # that was the start
+            self.at_first = now, worked
+        self.steps += 1
+        self.last, self.worked = now, worked
+
+    def add_output(self, now: float, written: int) -> None:
+        """Take so many bytes of output, if they are new, as a sign of life."""
+        if written != self.written:
+            self.written, self.last = written, now
+
+
+def _reason_to_end(
+    seen: Progress,
+    family: Family,
+    now: float,
+    *,
+    is_last: bool,
+    stall: float,
+    first: float,
+    idle: bool,
+    limit: float,
+) -> str:
+    """Return why a command has to be ended now, by the rules in the head of this file;
+    "" if it may go on.
+
+    Args:
+        seen: its progress.
+        family: its processes.
+        now: the time.
+        is_last: whether it has logged its last step.
+        stall, first, idle, limit: as for `run`.
+    """
+    waited = now - seen.last
+    if now - seen.start > limit:
+        return f"its limit of {limit:.0f} s"
+    if is_last:
+        return "it did not end after its last step" if waited > END else ""
+    if family.dead:
+        is_late = now - family.since > GRACE
+        return f"{family.dead[0]} died and the trainer did not end" if is_late else ""
+    hardly_works = family.worked - seen.worked < seen.pace / 2 * waited
+    if idle and hardly_works and waited > max(IDLE, 4 * seen.longest):
+        return f"no step for {waited:.0f} s and hardly any work: it waits; does a reward hang?"
+    patience = max(stall, 10 * seen.longest) if seen.steps else first
+    if waited > patience * crowd():
+        return f"no {'step' if seen.steps else 'sign of life'} for {waited:.0f} s"
+    return ""
+
+
 def run(
     command: list[str],
     log: Path,
@@ -158,14 +237,9 @@ def run(
     Returns:
         How it ended. None of its processes is left.
     """
-    start = last = time.monotonic()
-    told = 0  # steps so far
+    start = time.monotonic()
+    seen = Progress(start, last=start)
     why = ""  # it has to be ended
-    longest = 0.0  # seconds between two steps
-    written = -1  # bytes of output at the last look
-    pace = 0.0  # CPU seconds that it uses in a second between steps
-    worked = 0.0  # its CPU seconds up to the last step
-    at_first = (0.0, 0.0)  # time and CPU seconds at the first step
     shown = output.stat().st_size if output.exists() else 0
     with output.open("ab") as f:
         process = subprocess.Popen(
@@ -180,34 +254,24 @@ def run(
         while process.poll() is None and not why:
             family.look()
             now, rows = time.monotonic(), steps(log)
-            for row in rows[told:]:
+            for row in rows[seen.steps :]:
                 tell(row)
-                if told:
-                    longest = max(longest, now - last)
-                    pace = (family.worked - at_first[1]) / max(now - at_first[0], 1)
-                else:  # that was the start
-                    at_first = now, family.worked
-                told, last, worked = told + 1, now, family.worked
-            if not told and output.stat().st_size != written:
-                written, last = output.stat().st_size, now
-            if now - start > limit:
-                why = f"its limit of {limit:.0f} s"
-            elif rows and rows[-1]["step"] >= asked:
-                why = "it did not end after its last step" if now - last > END else ""
-            elif family.dead:
-                if now - family.since > GRACE:
-                    why = f"{family.dead[0]} died and the trainer did not end"
-            elif (
-                idle
-                and family.worked - worked < pace / 2 * (now - last)
-                and now - last > max(IDLE, 4 * longest)
-            ):
-                why = f"no step for {now - last:.0f} s and hardly any work: it waits; does a reward hang?"
-            elif now - last > (max(stall, 10 * longest) if told else first) * crowd():
-                why = f"no {'step' if told else 'sign of life'} for {now - last:.0f} s"
+                seen.add_step(now, family.worked)
+            if not seen.steps:
+                seen.add_output(now, output.stat().st_size)
+            why = _reason_to_end(
+                seen,
+                family,
+                now,
+                is_last=bool(rows) and rows[-1]["step"] >= asked,
+                stall=stall,
+                first=first,
+                idle=idle,
+                limit=limit,
+            )
             shown = show(output, shown) if echo else shown
             time.sleep(LOOK)
-        for row in steps(log)[told:]:
+        for row in steps(log)[seen.steps :]:
             tell(row)
         # those that went with the trainer are not to blame
         ago = time.monotonic() - family.since
