@@ -217,19 +217,16 @@ def compare(
 
     if gradient is not None:
         g = -wide(gradient) / dp_size
-        gap = (g - W[0]).abs()
-        largest, second = (W[1:3] - W[0]).abs().sort(0, descending=True).values
-        allowed = largest + u * count * W[:3].abs().amax(0)
-        allowed += torch.finfo(trained_dtype).tiny
-        if objective.level == "custom":
-            # The weight of a token may sum over its response. Where it jumps, every
-            # other token's rounding still moves it, and the other side may jump too.
-            smooth = delta.sum(1, keepdim=True) * W[:3].abs().amax(0)
-            allowed += torch.where(largest > smooth, second + smooth, 0)
-        # a token at a bound may have the weight of any of the evaluations
-        fits_one = ((g - W).abs() <= allowed + u * count * W.abs()).any(0)
-        gap = torch.where(is_at_bound & fits_one | overflows, 0, gap)
-        of_allowed = (gap / allowed).nan_to_num(nan=float("inf"))
+        gap, of_allowed = _gaps_of_gradient(
+            g,
+            W,
+            delta,
+            u * count,
+            torch.finfo(trained_dtype).tiny,
+            is_at_bound,
+            overflows,
+            objective.level == "custom",
+        )
         max_abs = max(max_abs, ratio(gap.max(), W[0].abs().max()))
         if (largest_of_allowed := of_allowed.max().item()) > of_bound:
             of_bound = largest_of_allowed
@@ -241,6 +238,45 @@ def compare(
         worst,
         float(is_at_bound.sum() / mask.sum().clamp(min=1)),
     )
+
+
+def _gaps_of_gradient(
+    g: Tensor,
+    W: Tensor,
+    delta: Tensor,
+    rounding: float,
+    tiny: float,
+    is_at_bound: Tensor,
+    overflows: Tensor,
+    sums_over_response: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return how far the gradient at each token is from the reference weight, and this
+    gap in units of what rounding allows, [B, T] each.
+
+    Args:
+        g: minus the trained gradient, [B, T].
+        W: weights [4, B, T]: at the log-probabilities, above them, below them, and in
+            the trained dtype.
+        delta: how far the log-probabilities were moved, [B, T].
+        rounding: the relative error of all roundings of a weight.
+        tiny: the absolute error that is allowed besides.
+        is_at_bound: where the evaluations differ in which weights are 0, or overflow.
+        overflows: where the ratio may overflow in the trained dtype.
+        sums_over_response: whether the weight of a token may sum over its response.
+    """
+    gap = (g - W[0]).abs()
+    largest, second = (W[1:3] - W[0]).abs().sort(0, descending=True).values
+    allowed = largest + rounding * W[:3].abs().amax(0)
+    allowed += tiny
+    if sums_over_response:
+        # Where the weight jumps, every other token's rounding still moves it, and the
+        # other side may jump too.
+        smooth = delta.sum(1, keepdim=True) * W[:3].abs().amax(0)
+        allowed += torch.where(largest > smooth, second + smooth, 0)
+    # a token at a bound may have the weight of any of the evaluations
+    fits_one = ((g - W).abs() <= allowed + rounding * W.abs()).any(0)
+    gap = torch.where(is_at_bound & fits_one | overflows, 0, gap)
+    return gap, (gap / allowed).nan_to_num(nan=float("inf"))
 
 
 def _factors_of_terms(

@@ -166,6 +166,54 @@ class Opened:
     load: Callable[..., Any]
 
 
+def _arguments(
+    n: int, beta: float, max_tokens: int, epochs: int, actor: dict[str, Any]
+) -> SimpleNamespace:
+    """Return the arguments that OpenRLHF's trainer reads, by section. Those of this
+    function are as for `opened_trainer`.
+    """
+    return SimpleNamespace(
+        train=SimpleNamespace(
+            max_epochs=epochs,
+            dynamic_batch_enable=bool(max_tokens),
+            batch_size=n,
+            max_tokens_per_gpu=max_tokens,
+            colocate_all=False,
+            async_enable=False,
+        ),
+        actor=SimpleNamespace(
+            **dict(
+                eps_clip_low_high=(0.2, 0.2),
+                dual_clip=None,
+                loss_agg_mode="token-mean",
+                policy_loss_type="ppo",
+                aux_loss_coef=0.0,
+                entropy_coef=None,
+            )
+            | actor
+        ),
+        algo=SimpleNamespace(
+            advantage=SimpleNamespace(
+                is_correction_level="off",
+                is_correction_mode="mask",
+                is_correction_gating="ratio",
+                is_correction_threshold=(0.5, 5.0),
+            ),
+            kl=SimpleNamespace(
+                use_loss=beta > 0,
+                init_coef=beta,
+                estimator="k3",
+                unbiased_gradient=False,
+            ),
+        ),
+        ds=SimpleNamespace(
+            packing_samples=False, tensor_parallel_size=1, ring_attn_size=1
+        ),
+        rollout=SimpleNamespace(batch_size=n, n_samples_per_prompt=1),
+        vllm=SimpleNamespace(sync_backend="gloo"),
+    )
+
+
 @contextmanager
 def opened_trainer(
     model: Any,
@@ -210,46 +258,7 @@ def opened_trainer(
         InputError: OpenRLHF is not installed, or its trainer fails.
     """
     classes = _import_classes()
-    args = SimpleNamespace(
-        train=SimpleNamespace(
-            max_epochs=epochs,
-            dynamic_batch_enable=bool(max_tokens),
-            batch_size=n,
-            max_tokens_per_gpu=max_tokens,
-            colocate_all=False,
-            async_enable=False,
-        ),
-        actor=SimpleNamespace(
-            **dict(
-                eps_clip_low_high=(0.2, 0.2),
-                dual_clip=None,
-                loss_agg_mode="token-mean",
-                policy_loss_type="ppo",
-                aux_loss_coef=0.0,
-                entropy_coef=None,
-            )
-            | actor
-        ),
-        algo=SimpleNamespace(
-            advantage=SimpleNamespace(
-                is_correction_level="off",
-                is_correction_mode="mask",
-                is_correction_gating="ratio",
-                is_correction_threshold=(0.5, 5.0),
-            ),
-            kl=SimpleNamespace(
-                use_loss=beta > 0,
-                init_coef=beta,
-                estimator="k3",
-                unbiased_gradient=False,
-            ),
-        ),
-        ds=SimpleNamespace(
-            packing_samples=False, tensor_parallel_size=1, ring_attn_size=1
-        ),
-        rollout=SimpleNamespace(batch_size=n, n_samples_per_prompt=1),
-        vllm=SimpleNamespace(sync_backend="gloo"),
-    )
+    args = _arguments(n, beta, max_tokens, epochs, actor)
     steps = list[Step]()
     with (
         process_group("OpenRLHF's trainer", "openrlhf"),
