@@ -202,7 +202,6 @@ def estimate(
         ends before the steps do.
     """
     shape = shape_of(cfg.actor_rollout_ref.model.path)
-    actor = cfg.actor_rollout_ref.actor
     rollout = cfg.actor_rollout_ref.rollout
     tp = rollout.tensor_model_parallel_size
     n_gpus = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
@@ -230,33 +229,9 @@ def estimate(
         """Return the seconds in which so many responses are sampled."""
         return sampling(shape, gpu, tp, count, replicas, at_once, prompt, mean, longest)
 
-    tokens = responses * (prompt + mean)
-    recompute = (
-        actor.get("megatron") is not None
-        or cfg.actor_rollout_ref.model.enable_gradient_checkpointing
-    )
-    forwards = 1 + bool(actor.use_kl_loss)  # old policy, reference policy
-    offloaded = (
-        shape.params
-        * (4 * offloads(cfg, "param") + 8 * offloads(cfg, "optimizer"))
-        / n_gpus
-    )
-    loop = 0.0 if flash(cfg) else LOOP * tokens / n_gpus * (1 + forwards) / 2
     parts = {
         "sampling": sample(responses * refill),
-        **updating(
-            shape,
-            gpu,
-            n_gpus,
-            responses,
-            prompt,
-            mean,
-            longest,
-            forwards,
-            (3 + recompute) * actor.ppo_epochs,
-        ),
-        "weights": (2 * shape.params + 2 * offloaded) / LINK,
-        "other": BETWEEN + loop,
+        **_training_seconds(cfg, shape, gpu, n_gpus, responses, prompt, mean),
     }
     steps = cfg.trainer.total_training_steps
     if steps is None and train_rows:
@@ -291,6 +266,52 @@ def estimate(
             f"its {steps} steps: set trainer.total_training_steps={passes}, or more epochs."
         )
     return e
+
+
+def _training_seconds(
+    cfg: DictConfig,
+    shape: Shape,
+    gpu: GPU,
+    n_gpus: int,
+    responses: float,
+    prompt: float,
+    mean: float,
+) -> dict[str, float]:
+    """Return the seconds of a step's parts that follow the sampling, by the part's
+    name.
+
+    Args:
+        cfg: the configuration of the run.
+        shape: of the model.
+        gpu: speed of each GPU.
+        n_gpus: how many there are.
+        responses: of the step.
+        prompt: tokens of a mean prompt.
+        mean: tokens of a mean response.
+    """
+    actor = cfg.actor_rollout_ref.actor
+    tokens = responses * (prompt + mean)
+    recompute = (
+        actor.get("megatron") is not None
+        or cfg.actor_rollout_ref.model.enable_gradient_checkpointing
+    )
+    forwards = 1 + bool(actor.use_kl_loss)  # old policy, reference policy
+    offloaded_bytes = 4 * offloads(cfg, "param") + 8 * offloads(cfg, "optimizer")
+    offloaded = shape.params * offloaded_bytes / n_gpus
+    loop = 0.0 if flash(cfg) else LOOP * tokens / n_gpus * (1 + forwards) / 2
+    update = updating(
+        shape,
+        gpu,
+        n_gpus,
+        responses,
+        prompt,
+        mean,
+        cfg.data.max_response_length,
+        forwards,
+        (3 + recompute) * actor.ppo_epochs,
+    )
+    weights = (2 * shape.params + 2 * offloaded) / LINK
+    return update | {"weights": weights, "other": BETWEEN + loop}
 
 
 def problem(e: Estimate, gpu_bytes: float, sequence: int, keeps: float) -> str:
