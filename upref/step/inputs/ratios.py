@@ -242,6 +242,26 @@ def _middle_of_nearest_run(
 
 
 # ---- tokens --------------------------------------------------------------------------
+def _free_log_ratios(
+    lp: np.ndarray, rng: np.random.Generator, coarse: bool
+) -> np.ndarray:
+    """Draw log r of every token, whatever the objective's bounds are, [B, T].
+
+    Args:
+        lp: log-probabilities, [B, T].
+        rng: the draw.
+        coarse: clearly inside of the usual clip bounds or clearly outside.
+    """
+    inside, outside = (rng.uniform(*span, lp.shape) for span in COARSE_LOG_RATIOS)
+    if coarse:
+        size = np.where(rng.random(lp.shape) < 0.5, inside, outside)
+    else:
+        size = rng.uniform(*FREE_LOG_RATIO, lp.shape)
+    log_r = _random_signs(size, rng)
+    # a token that is nearly certain was not more probable before
+    return np.where(lp - log_r <= LARGEST_LOG_PROB, log_r, size)
+
+
 def _token_log_ratios(
     batch: WeightInputs,
     aims: list[np.ndarray],
@@ -262,14 +282,8 @@ def _token_log_ratios(
     lp = batch.lp.numpy()
     A = batch.adv.numpy()
     mask = batch.mask.numpy()
-    inside, outside = (rng.uniform(*span, lp.shape) for span in COARSE_LOG_RATIOS)
-    if coarse:
-        size = np.where(rng.random(lp.shape) < 0.5, inside, outside)
-    else:
-        size = rng.uniform(*FREE_LOG_RATIO, lp.shape)
-    log_r = _random_signs(size, rng)
-    log_r = np.where(lp - log_r <= LARGEST_LOG_PROB, log_r, size)
-    is_free = mask.copy()
+    log_r = _free_log_ratios(lp, rng, coarse)
+    is_free = mask.copy()  # tokens whose ratio shows no bound yet
 
     def place_ratio(log_ratios: np.ndarray, sign: int, rank: np.ndarray) -> None:
         """Give one token its ratio: the free token with the lowest rank whose advantage
@@ -289,10 +303,8 @@ def _token_log_ratios(
     for i, row_mask in enumerate(mask):
         places = np.nonzero(row_mask)[0]
         if len(places):
-            if row_mask.sum() == mask.sum(1).max():
-                t = places[-1]
-            else:
-                t = rng.choice(places)
+            is_longest = row_mask.sum() == mask.sum(1).max()
+            t = places[-1] if is_longest else rng.choice(places)
             log_r[i, t] = rng.uniform(*COARSE_LOG_RATIOS[0])
             is_free[i, t] = False
     rarest_first = sorted(aims, key=lambda log_ratios: np.isfinite(log_ratios).sum())
@@ -313,6 +325,7 @@ def _token_log_ratios(
             for far_log_ratio in FAR_LOG_RATIOS:
                 rank = np.abs(A) + rng.random(lp.shape) / 100
                 place_ratio(np.full(lp.shape, far_log_ratio), sign, rank)
+        # then more of the same, while enough tokens show no bound
         for log_ratios in inert + rarest_first:
             if (is_free & has_sign).sum() > KEPT_FREE * has_sign.sum():
                 place_ratio(log_ratios, sign, rng.random(lp.shape))
