@@ -248,6 +248,7 @@ def identify_step(
         if _clip_bound(draws) is not None:
             # without ratios the two have the same rows
             draws.append(draw(OBJECTIVES_OF_ROWS[0], seed + 1))
+    # do weights of the response tokens make the gradients at all?
     residual = max(draw.residual for draw in draws)
     if residual > MAX_RESIDUAL:
         why = (
@@ -257,6 +258,7 @@ def identify_step(
         )
         return StepIdentification(name, temperature, why=why)
     clip = _clip_bound(draws)
+    # which objectives have these weights, and to the precision of float32 too?
     candidates = list(_candidates(draws, temperature, "ratio" in without, clip))
     confirmed = []
     for match in candidates[:MOST_CONFIRMED]:
@@ -288,6 +290,7 @@ def identify_step(
         }
         passed = tuple(k for k, v in row_arguments.items() if v is not None)
         return StepIdentification(name, temperature, confirmed, passed=passed)
+    # why there is none
     reason = "no objective with the usual numbers has its weights"
     if candidates:
         reason = f"{candidates[0]} has nearly its weights, but a different gradient"

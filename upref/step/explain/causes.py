@@ -465,6 +465,7 @@ def _normalized_advantage_faults(
         parts.append(("micro-batch", where, torch.arange(count) // size))
     for sample, where, part_of_row in parts:
         is_same_part = torch.eq(part_of_row[:, None], part_of_row).double()
+        part_size = is_same_part.sum(1)  # of the part of each response, [B]
         mean = partial(_means_of_parts, is_same_part)
         A = batch.adv[:, 0]
         if where:
@@ -478,16 +479,10 @@ def _normalized_advantage_faults(
             ("divided", "divided by their standard deviation", 0 * A),
         ):
             for ddof in (1, 0):
-                var = (
-                    (mean(A**2) - mean(A) ** 2)
-                    * is_same_part.sum(1)
-                    / (is_same_part.sum(1) - ddof)
-                )
-                normalized = torch.where(
-                    is_same_part.sum(1) > 1,
-                    (A - mean_subtracted) / var.sqrt(),
-                    A - mean_subtracted,
-                )
+                var = (mean(A**2) - mean(A) ** 2) * part_size / (part_size - ddof)
+                shifted = A - mean_subtracted
+                # a part of one response has no standard deviation
+                normalized = torch.where(part_size > 1, shifted / var.sqrt(), shifted)
                 yield _batch_fault(
                     f"the advantages are {how} again{where}",
                     id=f"advantages-{step}-over-{sample}",
