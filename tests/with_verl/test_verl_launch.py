@@ -564,12 +564,12 @@ def test_both_readings_of_the_papers_epochs_are_said(capsys):
         ("paper_dapo", "up_dapo", 1, 512),
         ("paper_gspo", "up_gspo", 10, 256),
     ):
-        said = scales.load_scale(scale).note
+        said = costs.epochs_in_print(scales.load_scale(scale))
         assert f"{epochs * (rows // batch):,} steps on the published file" in said
         assert f"or {epochs * (problems // batch):,} on its 17,917 problems" in said
         assert f"* {said}\n" in page
         assert f"note: {said}\n" in dry_run(capsys, objective, "paper")
-    assert not scales.load_scale("paper_math").note
+    assert not costs.epochs_in_print(scales.load_scale("paper_math"))
 
 
 @pytest.mark.parametrize("name", scales.scale_names())

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs were made by docs/course/runs.py of commit 3fd30ed9; a test holds this key
-against what they logged.
+"""The runs are made by docs/course/runs.py, which holds this key against what it did to
+them.
 """
 
 from typing import Any

@@ -28,7 +28,6 @@ class Scale:
         gpu_gb: memory of each GPU in GB.
         experiment: of the paper; None: none.
         without_flash: verl's key -> setting where flash-attn is not installed.
-        note: what a reader of the paper should know; "": nothing.
     """
 
     name: str
@@ -39,7 +38,6 @@ class Scale:
     gpu_gb: float
     experiment: str | None
     without_flash: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    note: str = ""
 
 
 def paper() -> dict[str, Any]:
@@ -85,7 +83,6 @@ def load_scale(name: str) -> Scale:
         raw["gpu_gb"][0],
         raw.get("experiment"),
         pairs(raw.get("without_flash", {})),
-        raw.get("note", ""),
     )
 
 

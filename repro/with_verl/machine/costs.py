@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from repro.with_verl.config.compose import Run
+from repro.with_verl.config.scales import Scale, paper
 from repro.with_verl.data.sources import SOURCES
 from repro.with_verl.machine.estimate import GPU, Estimate, estimate, flash
 
@@ -101,3 +102,26 @@ def price_of_flash(run: Run, cfg: DictConfig, gpu: GPU, gpu_bytes: float) -> str
             f"where flash-attn is not installed (its wheel is for Python 3.12), {cost}."
         )
     return f"flash-attn is not installed; with it {cost}: `repro/venv.sh gpu flash`, with Python 3.12."
+
+
+def epochs_in_print(scale: Scale) -> str:
+    """Return a sentence with both readings of the epochs that the LaTeX of the paper's
+    Table A1 has commented out; "" for scales that are not of this table.
+    """
+    data = paper()
+    experiment = data["experiments"].get(scale.experiment or "", {"tables": []})
+    if "A1" not in experiment["tables"]:
+        return ""
+    rows = {row[0]: row[1:] for row in data["A1"]["commented"]}
+    epochs = rows["Total epochs"][data["A1"]["columns"].index(experiment["methods"][0])]
+    source, batch = SOURCES["dapo_math_17k"], scale.values["data.train_batch_size"][0]
+    whole, unique = (
+        epochs * (count // batch)
+        for count in (source.count * source.copies, source.count)
+    )
+    return (
+        f"Table A1 prints no steps; its LaTeX has `Total epochs {epochs}` commented out. With {batch} prompts a step "
+        f"that is {whole:,} steps on the published file, which has each problem {source.copies} times, or {unique:,} "
+        f"on its {source.count:,} problems; dynamic sampling draws more prompts a step, so that an epoch has fewer. "
+        f"{scale.name} trains {scale.values['trainer.total_training_steps'][0]:,}."
+    )

@@ -281,7 +281,8 @@ def dry_train(run: Run, cfg: Any, m: Machine, gpu: str, seeds: int) -> int:
     row = gpu_of(gpu or m.gpu_name or ("4090" if run.scale.gpu_gb < 40 else "H100"))
     memory = (row.memory if gpu else run.scale.gpu_gb) * GB
     estimate = costs.save_hourly(run, cfg, costs.price(cfg, row, memory))
-    run.notes += [run.scale.note] if run.scale.note else []
+    epochs = costs.epochs_in_print(run.scale)
+    run.notes += [epochs] if epochs else []
     run.notes += costs.notes(run, cfg, estimate, memory)
     run.notes.append(hyperparameters_in_force(cfg))
     preflight.choose_sampler(preflight.Start(run, cfg, m))
