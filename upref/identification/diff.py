@@ -319,25 +319,14 @@ def _token_weight(boxes: Sequence[BlackBox], tol: float) -> Quantity:
         tol: the relative error of a weight that is allowed. A weight counts as 0.1 |A|
             at least.
     """
-    ratios = _ratios(boxes)
-    reads_mu = any(box.reads_mu for box in boxes)
-    # (A, π_old or None, ratios, weights of either loss, where they differ)
-    regions = []
-    for A in ADVANTAGES:
-        for mu in PROBABILITIES if reads_mu else (None,):
-            r = ratios if mu is None else ratios[ratios * mu < 1]
-            x, y = (box.curve()(r, np.full_like(r, A), mu) for box in boxes)
-            size = np.maximum.reduce([abs(x), abs(y), np.full_like(x, 0.1 * abs(A))])
-            wrong = abs(x - y) > tol * size
-            if wrong.any():
-                regions.append((A, mu, r, x, y, wrong))
-    if not regions:
+    differing = [w for w in _weights_of_tokens(boxes, tol) if w.differs.any()]
+    if not differing:
         bounds = [_bound_words(box) for box in boxes]
         return Quantity("weight of a token", False, *bounds)
     intervals = [
-        ("A > 0" if A > 0 else "A < 0", interval)
-        for A, _, r, _, _, wrong in regions
-        for interval in _intervals(boxes, r, wrong)
+        ("A > 0" if weights.A > 0 else "A < 0", interval)
+        for weights in differing
+        for interval in _intervals(boxes, weights.r, weights.differs)
     ]
     places = dict.fromkeys(f"{sign}, {interval}" for sign, interval in intervals)
     where = "; ".join(places)
@@ -345,16 +334,66 @@ def _token_weight(boxes: Sequence[BlackBox], tol: float) -> Quantity:
     if met:
         named = ", ".join(dict.fromkeys(f"{end:.4g}" for end in met))
         where += f" (near {named} neither jumps: there the two meet)"
-    A, mu, r, x, y, wrong = regions[0]
-    jumps = [jump.r for box in boxes for jump, _ in box.jumps]
-    far = np.array([all(abs(ratio / j - 1) > BESIDE for j in jumps) for ratio in r])
-    shown = _clearest(r, x, y, wrong & far if (wrong & far).any() else wrong)
-    at = f"at A = {A:g}, r = {r[shown]:.6g}" + ("" if mu is None else f", π_old = {mu}")
+    shown = differing[0]
+    place = _place_to_show(boxes, shown)
+    at = f"at A = {shown.A:g}, r = {shown.r[place]:.6g}"
+    if shown.mu is not None:
+        at += f", π_old = {shown.mu}"
     a, b = (
-        f"{w[shown]:.6g} {at}; {_bound_words(box)}"
-        for w, box in zip((x, y), boxes, strict=True)
+        f"{weights[place]:.6g} {at}; {_bound_words(box)}"
+        for weights, box in zip((shown.x, shown.y), boxes, strict=True)
     )
     return Quantity("weight of a token", True, a, b, where)
+
+
+@dataclass(frozen=True)
+class _WeightsOfToken:
+    """The weights of a token by itself under two losses, at many ratios.
+
+    Attributes:
+        A: its advantage.
+        mu: its π_old; None where neither loss reads it.
+        r: the ratios, ascending.
+        x, y: the weights by either loss.
+        differs: whether the two differ.
+    """
+
+    A: float
+    mu: float | None
+    r: np.ndarray
+    x: np.ndarray
+    y: np.ndarray
+    differs: np.ndarray
+
+
+def _weights_of_tokens(
+    boxes: Sequence[BlackBox], tol: float
+) -> Iterator[_WeightsOfToken]:
+    """Yield the weights of a token by itself, for each of ADVANTAGES, and for each of
+    PROBABILITIES where a loss reads π_old.
+    """
+    ratios = _ratios(boxes)
+    reads_mu = any(box.reads_mu for box in boxes)
+    for A in ADVANTAGES:
+        for mu in PROBABILITIES if reads_mu else (None,):
+            r = ratios if mu is None else ratios[ratios * mu < 1]
+            x, y = (box.curve()(r, np.full_like(r, A), mu) for box in boxes)
+            size = np.maximum.reduce([abs(x), abs(y), np.full_like(x, 0.1 * abs(A))])
+            yield _WeightsOfToken(A, mu, r, x, y, abs(x - y) > tol * size)
+
+
+def _place_to_show(boxes: Sequence[BlackBox], weights: _WeightsOfToken) -> int:
+    """Return the index of the ratio at which the report shows that weights differ: the
+    clearest one that is not beside a jump, or where there is none, the clearest one.
+    """
+    jumps = [jump.r for box in boxes for jump, _ in box.jumps]
+    is_far = np.array(
+        [all(abs(ratio / jump - 1) > BESIDE for jump in jumps) for ratio in weights.r]
+    )
+    candidates = weights.differs & is_far
+    if not candidates.any():
+        candidates = weights.differs
+    return _clearest(weights.r, weights.x, weights.y, candidates)
 
 
 def _clearest(r: np.ndarray, x: np.ndarray, y: np.ndarray, wrong: np.ndarray) -> int:

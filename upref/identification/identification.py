@@ -151,35 +151,11 @@ class Identification(Result):
         Returns:
             Lines, without a line break at the end.
         """
-        lines = [self._answer_line()]
-        jumps = self._jumps()
-        if not self.matches:
-            on_policy = f"{self.aggregation} on policy" if self.aggregation else ""
-            rows = {"aggregation": on_policy or "none recognized"}
-            if self.far:
-                rows = {"nearest": f"{self.far}, which is not near"} | rows
-            lines += [row(key, text) for key, text in (rows | jumps).items()]
         if self.matches:
-            first = self.matches[0]
-            remark = "" if first.own or not first.agg else " (not the one of its paper)"
-            rows = {"aggregation": (first.agg or "none recognized") + remark}
-            if first.hp.get("c", 0) is None:
-                rows["dual clip"] = "none"
-            rows |= jumps
-            if self and first.distance:
-                rows["distance"] = (
-                    f"{first.distance:.1e}, the largest difference of gradients, relative"
-                )
-            if self.proved:
-                rows["proved"] = self.proved
-            if self.also:
-                rows["the same"] = f"{name_first(self.also, MOST_SHOWN)}, {OF_ONE_A}"
-            if self.elsewhere:
-                rows["same weight"] = (
-                    f"{name_first(self.elsewhere, MOST_SHOWN)}, {OF_ONE_A}; "
-                    "their papers aggregate in another way"
-                )
-            lines += [row(key, text) for key, text in rows.items()]
+            rows = self._rows_of_match(self.matches[0])
+        else:
+            rows = self._rows_without_match()
+        lines = [self._answer_line(), *(row(key, text) for key, text in rows.items())]
         lines += describe_basis(self.read_as, self.not_checked)
         if verbose:
             lines += describe_assumptions(self.assumptions)
@@ -188,6 +164,43 @@ class Identification(Result):
         elif self.far:
             lines.append(f"next: {self._diff_command()}")
         return "\n".join(lines)
+
+    def _rows_of_match(self, first: Match) -> dict[str, str]:
+        """Return the rows of the report, key -> words, where there is a match: its
+        aggregation, the jumps, the proof, and what else has these gradients or weights.
+        """
+        remark = "" if first.own or not first.agg else " (not the one of its paper)"
+        rows = {"aggregation": (first.agg or "none recognized") + remark}
+        if first.hp.get("c", 0) is None:
+            rows["dual clip"] = "none"
+        rows |= self._jumps()
+        if self and first.distance:
+            rows["distance"] = (
+                f"{first.distance:.1e}, the largest difference of gradients, relative"
+            )
+        if self.proved:
+            rows["proved"] = self.proved
+        if self.also:
+            rows["the same"] = f"{name_first(self.also, MOST_SHOWN)}, {OF_ONE_A}"
+        if self.elsewhere:
+            rows["same weight"] = (
+                f"{name_first(self.elsewhere, MOST_SHOWN)}, {OF_ONE_A}; "
+                "their papers aggregate in another way"
+            )
+        return rows
+
+    def _rows_without_match(self) -> dict[str, str]:
+        """Return the rows of the report, key -> words, where there is no match: the
+        name of the nearest objective if it is known, the aggregation on policy, and the
+        jumps.
+        """
+        rows = {}
+        if self.far:
+            rows["nearest"] = f"{self.far}, which is not near"
+        rows["aggregation"] = "none recognized"
+        if self.aggregation:
+            rows["aggregation"] = f"{self.aggregation} on policy"
+        return rows | self._jumps()
 
     def _jumps(self) -> dict[str, str]:
         """Return where the weight jumps, by sign of A, in words; and first that it is not

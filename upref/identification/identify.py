@@ -58,9 +58,9 @@ def identify(loss: Any) -> Identification:
 
     Returns:
         An Identification: true if an objective is named, printable, and JSON. Gradients
-            are compared for |log r| <= 15,
-        |A| from 1e-6 to 40 and responses of up to 520 tokens. The value of the loss, NaN in masked slots, and code that
-        changes the advantages before the call are not tested.
+        are compared for |log r| <= 15, |A| from 1e-6 to 40 and responses of up to 520
+        tokens. The value of the loss, NaN in masked slots, and code that changes the
+        advantages before the call are not tested.
 
     Raises:
         InputError: the loss cannot be run, or is not differentiable.

@@ -137,7 +137,7 @@ def _settings() -> list[Setting]:
     """Return four settings: rewards that are 0 or 1, then rewards between them, each
     with responses of one length and of different lengths.
     """
-    # responses that are right, another pair or triple of the four at each policy
+    # which of the four responses are right, one to three at each policy
     right = torch.tensor(
         [[1, 0, 0, 1], [0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 1]],
         dtype=torch.float64,
@@ -412,11 +412,9 @@ def _refuse_two_answers(
     loss: Loss, point: Point, estimator: Estimator, group_size: int
 ) -> None:
     """Raise InputError where two calls on the same batch give two gradients."""
-    group = tuple(range(group_size))
     number = len(point.responses.tokens)
-    batch = expected.make_batch(
-        point, tuple(i % number for i in group), estimator, point.z
-    )
+    group = tuple(i % number for i in range(group_size))
+    batch = expected.make_batch(point, group, estimator, point.z)
     if not torch.equal(loss.gradient(batch), loss.gradient(batch)):
         raise InputError(
             f"{loss.name} gives two gradients for the same batch: remove its state or its random numbers."

@@ -301,10 +301,10 @@ def _whiten(A: Tensor, lengths: Tensor, ddof: int = 1) -> tuple[str, Tensor]:
         ddof: subtracted from the number of tokens in the variance.
     """
     tokens = lengths.sum()
-    centred = A - (lengths * A).sum() / tokens
-    variance = (lengths * centred**2).sum() / (tokens - ddof)
+    centered = A - (lengths * A).sum() / tokens
+    variance = (lengths * centered**2).sum() / (tokens - ddof)
     name = ", whitened over tokens" if ddof else ", whitened over tokens (ddof=0)"
-    return name, centred / (variance + 1e-8).sqrt()
+    return name, centered / (variance + 1e-8).sqrt()
 
 
 Estimate = Callable[[Tensor, Tensor], Tensor]

@@ -132,23 +132,7 @@ def merge(parts: Sequence[RecordedBatch]) -> RecordedBatch:
         if name in held and getattr(part, name) is None
     }
     shared = [name for name in COLUMNS if name in held and name not in lacking]
-    columns: dict[str, Tensor] = {}
-    for name in shared:
-        pieces = [getattr(part, name) for part in parts]
-        if name == "micro":
-            # each file numbers its own from 0: a million for each keeps them apart
-            pieces = [piece + 1_000_000 * number for number, piece in enumerate(pieces)]
-        if name == "version" and any(piece.ndim == 2 for piece in pieces):
-            pieces = [
-                piece if piece.ndim == 2 else piece[:, None].expand_as(part.mask)
-                for part, piece in zip(parts, pieces, strict=True)
-            ]
-        if name not in RESPONSE_COLUMNS or pieces[0].ndim == 2:
-            pieces = [
-                torch.nn.functional.pad(piece, (0, width - piece.shape[1]))
-                for piece in pieces
-            ]
-        columns[name] = torch.cat(pieces)
+    columns = {name: _join_column(name, parts, width) for name in shared}
     if columns["mask"].numel() > MOST_SLOTS:
         raise InputError(
             f"step {parts[0].step} has more than {MOST_SLOTS:,} slots over {len(parts)} files: cut it."
@@ -177,6 +161,30 @@ def merge(parts: Sequence[RecordedBatch]) -> RecordedBatch:
     }
     made: dict[str, Any] = columns | facts
     return RecordedBatch(**made, file=f"{parts[0].file} and {len(parts) - 1} more")
+
+
+def _join_column(name: str, parts: Sequence[RecordedBatch], width: int) -> Tensor:
+    """Return a column that all parts have, rows in the order of the parts: [B, width],
+    padded with 0, or [B] for a column of responses.
+
+    Micro-batches of different parts get different numbers. Versions of responses become
+    versions of tokens where another part has these.
+    """
+    pieces: list[Tensor] = [getattr(part, name) for part in parts]
+    if name == "micro":
+        # each file numbers its own from 0: a million for each keeps them apart
+        pieces = [piece + 1_000_000 * number for number, piece in enumerate(pieces)]
+    if name == "version" and any(piece.ndim == 2 for piece in pieces):
+        pieces = [
+            piece if piece.ndim == 2 else piece[:, None].expand_as(part.mask)
+            for part, piece in zip(parts, pieces, strict=True)
+        ]
+    if name not in RESPONSE_COLUMNS or pieces[0].ndim == 2:
+        pieces = [
+            torch.nn.functional.pad(piece, (0, width - piece.shape[1]))
+            for piece in pieces
+        ]
+    return torch.cat(pieces)
 
 
 def _words_for_two_that_differ(parts: Sequence[RecordedBatch]) -> str:
@@ -382,36 +390,62 @@ def _column(name: str, value: Tensor, mask: Tensor, file: str) -> Tensor:
     """Return a column in float64, or in int64 if it holds whole numbers; masked slots
     of float columns of tokens are 0.
 
-    In the sampler's column -inf becomes NaN: not drawn. In other columns of
-    log-probabilities a number above 0 by at most ROUNDING becomes 0.
-
     Raises:
         InputError: a trained token or a reward has a number that its column may not
             hold; the message says where.
     """
-    if name not in TOKEN_FLOATS and name != "reward":
-        if value.is_floating_point() and not bool(
-            ((value == value.round()) & (value.abs() <= 2.0**53)).all()
-        ):
-            raise InputError(f"{file}: {name} must hold whole numbers, up to 2^53.")
-        value = value.long()
-        if name == "ids" and bool((mask & (value < 0)).any()):
-            row, token = (mask & (value < 0)).nonzero()[0].tolist()
-            raise InputError(
-                f"{file}: ids is {int(value[row, token])} at response {row}, token {token}, which trains."
-            )
-        return value
-    value = value.double()
-    large = value.isfinite() & (value.abs() > LARGEST)
-    if bool((large if name == "reward" else large & mask).any()):
-        raise InputError(f"{file}: {name} holds numbers beyond those of float32.")
     if name == "reward":
-        bad = ~value.isfinite()
-        if bad.any():
-            raise InputError(
-                f"{file}: reward is {value[bad][0].item()} at response {int(bad.nonzero()[0])}."
-            )
-        return value
+        return _rewards(value, file)
+    if name in TOKEN_FLOATS:
+        return _floats_of_tokens(name, value, mask, file)
+    return _whole_numbers(name, value, mask, file)
+
+
+def _whole_numbers(name: str, value: Tensor, mask: Tensor, file: str) -> Tensor:
+    """Return a column in int64; InputError where it holds no whole numbers, or the id
+    of a trained token is below 0.
+    """
+    if value.is_floating_point():
+        is_whole = (value == value.round()) & (value.abs() <= 2.0**53)
+        if not bool(is_whole.all()):
+            raise InputError(f"{file}: {name} must hold whole numbers, up to 2^53.")
+    value = value.long()
+    bad = mask & (value < 0) if name == "ids" else torch.zeros_like(mask)
+    if bad.any():
+        row, token = bad.nonzero()[0].tolist()
+        raise InputError(
+            f"{file}: ids is {int(value[row, token])} at response {row}, token {token}, which trains."
+        )
+    return value
+
+
+def _rewards(value: Tensor, file: str) -> Tensor:
+    """Return the rewards in float64; InputError where one is beyond float32 or no
+    number.
+    """
+    value = value.double()
+    if bool((value.isfinite() & (value.abs() > LARGEST)).any()):
+        raise InputError(f"{file}: reward holds numbers beyond those of float32.")
+    bad = ~value.isfinite()
+    if bad.any():
+        raise InputError(
+            f"{file}: reward is {value[bad][0].item()} at response {int(bad.nonzero()[0])}."
+        )
+    return value
+
+
+def _floats_of_tokens(name: str, value: Tensor, mask: Tensor, file: str) -> Tensor:
+    """Return a column of TOKEN_FLOATS in float64, 0 on masked slots.
+
+    In the sampler's column -inf becomes NaN: not drawn. In other columns of
+    log-probabilities a number above 0 by at most ROUNDING becomes 0.
+
+    Raises:
+        InputError: a trained token has a number that its column may not hold.
+    """
+    value = value.double()
+    if bool((value.isfinite() & (value.abs() > LARGEST) & mask).any()):
+        raise InputError(f"{file}: {name} holds numbers beyond those of float32.")
     bad = mask & (value == torch.inf if name == "sampler" else ~value.isfinite())
     if bad.any():
         row, token = bad.nonzero()[0].tolist()

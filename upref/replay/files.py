@@ -276,14 +276,18 @@ def _npz_has_schema(path: Path) -> bool:
 
 
 def _npz_step(path: Path) -> int | None:
-    """Check the headers, and return the number of the step; None where there is none."""
+    """Return the number of the step, None where there is none; InputError where the
+    headers show that the file must not be read.
+    """
     _refuse_npz_headers(path)
     with np.load(path, allow_pickle=False) as archive:
         return _step_number(str(archive["step"]), path) if "step" in archive else None
 
 
 def _read_npz(path: Path) -> RecordedBatch:
-    """Read a file whose headers `_npz_step` has checked."""
+    """Read a file whose headers `_npz_step` has checked; InputError where its schema is
+    another one, or a column is not as docs/dump.md says.
+    """
     with np.load(path, allow_pickle=False) as archive:
         held = {name: archive[name] for name in archive.files}
     facts = {name: str(held.pop(name)) for name in FACTS if name in held}
@@ -300,8 +304,8 @@ def _safetensors_metadata(path: Path) -> dict[str, str]:
 
 
 def _safetensors_step(path: Path) -> int | None:
-    """Check the size of the file, and return the number of the step; None where there
-    is none.
+    """Return the number of the step, None where there is none; InputError where the
+    file has more than MOST_BYTES.
     """
     if path.stat().st_size > MOST_BYTES:
         raise InputError(
@@ -312,7 +316,10 @@ def _safetensors_step(path: Path) -> int | None:
 
 
 def _read_safetensors(path: Path) -> RecordedBatch:
-    """Read a file whose size `_safetensors_step` has checked."""
+    """Read a file whose size `_safetensors_step` has checked; InputError where its
+    schema is another one, or a column is not as docs/dump.md says. Metadata that are
+    none of FACTS are left out.
+    """
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:

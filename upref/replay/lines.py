@@ -129,28 +129,12 @@ def _run_lines(found: RunChecks, unused: tuple[str, ...]) -> Iterator[str]:
         unused: hyperparameters that no step exercises.
     """
     of_run = found.series.findings if found.series is not None else ()
-    yield from _finding_lines("run", [f for f in of_run if f.severity == "failure"])
-    notes_of_run = [f for f in of_run if f.severity == "note"]
-    steps: dict[tuple[str, str, str], list[int]] = {}
-    first_findings: dict[tuple[str, str, str], ReplayFinding] = {}
-    for s in found.steps:
-        for f in s.findings:
-            steps.setdefault(_kind(f), []).append(s.step)
-            first_findings.setdefault(_kind(f), f)
-    # "failure" is before "note"; what few steps have is before what many have
-    for kind in sorted(steps, key=lambda k: (k[0], len(steps[k]))):
-        first = first_findings[kind]
-        word = "FAIL" if first.severity == "failure" else "note"
-        if word == "note":
-            yield from _finding_lines("run", notes_of_run)
-            notes_of_run = []
-        where = _where(found, steps[kind])
-        where = where[0].upper() + where[1:]
-        of_first = ""
-        if len(steps[kind]) > 1 and first.numbers:
-            of_first = f" Its numbers are of step {steps[kind][0]}."
-        yield _fold(f"{word}  {first.check}: {first} {where}.{of_first}")
-    yield from _finding_lines("run", notes_of_run)
+    of_steps = _findings_by_kind(found)
+    for severity in ("failure", "note"):
+        yield from _finding_lines("run", [f for f in of_run if f.severity == severity])
+        for first, numbers in of_steps:
+            if first.severity == severity:
+                yield _line_of_kind(found, first, numbers)
     for s in found.steps:
         if s.zero is not None and s.zero.differ:
             yield f"      zero: at step {s.step}, the first one:"
@@ -158,6 +142,38 @@ def _run_lines(found: RunChecks, unused: tuple[str, ...]) -> Iterator[str]:
             break
     yield from _size_lines(found)
     yield from _agreement_lines(found, unused)
+
+
+def _findings_by_kind(found: RunChecks) -> list[tuple[ReplayFinding, list[int]]]:
+    """Return the first finding of each kind, and the numbers of the steps that have one
+    of that kind: what few steps have is before what many have.
+
+    Findings of one severity, check and cause are of one kind.
+    """
+    kinds: dict[tuple[str, str, str], tuple[ReplayFinding, list[int]]] = {}
+    for s in found.steps:
+        for f in s.findings:
+            kind = (f.severity, f.check, f.cause)
+            _, numbers = kinds.setdefault(kind, (f, []))
+            numbers.append(s.step)
+    return sorted(kinds.values(), key=lambda one: len(one[1]))
+
+
+def _line_of_kind(found: RunChecks, first: ReplayFinding, numbers: list[int]) -> str:
+    """Return the line of a kind of finding, with its steps.
+
+    Args:
+        found: the replay.
+        first: the finding that is quoted, that of the first of these steps.
+        numbers: of the steps.
+    """
+    word = "FAIL" if first.severity == "failure" else "note"
+    where = _where(found, numbers)
+    where = where[0].upper() + where[1:]
+    of_first = ""
+    if len(numbers) > 1 and first.numbers:
+        of_first = f" Its numbers are of step {numbers[0]}."
+    return _fold(f"{word}  {first.check}: {first} {where}.{of_first}")
 
 
 def _size_lines(found: RunChecks) -> Iterator[str]:
@@ -231,13 +247,6 @@ def _words_for_table_step(found: RunChecks) -> str:
         if is_moved:
             rest = "where π_θ is farthest from π_old"
     return f"the table is of one step, {rest}: {summary_line(batch)}"
-
-
-def _kind(f: ReplayFinding) -> tuple[str, str, str]:
-    """Return severity, check and cause: findings of several steps that share these have
-    one line.
-    """
-    return f.severity, f.check, f.cause
 
 
 def _never_exercised(found: RunChecks) -> tuple[str, ...]:

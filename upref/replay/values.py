@@ -172,42 +172,10 @@ def find_placeholder(c: Columns) -> Undone | None:
         is a placeholder is taken. It is "not_sampled", or the note "zero" where a 0 may
         be certainty.
     """
-    y = c.trained(c.sampler)
-    whole_numbers = y[y == y.round()]
-    if is_bfloat16(y):  # whole numbers of its grid repeat
-        whole_numbers = whole_numbers[
-            (whole_numbers == 0) | (whole_numbers <= FAR_BELOW)
-        ]
-    values, counts = whole_numbers.unique(return_counts=True)
-    for i in counts.argsort(descending=True)[:FEW].tolist():
-        value = values[i]
+    for value in _frequent_whole_numbers(c.trained(c.sampler)):
         has_value = c.mask & (c.sampler == value)
-        # a number of a fine grid is a whole one by chance once in millions
-        is_lone = value != 0 and not _is_coarse(y)
-        # evidence: tokens whose number is too far from the trainer's to be theirs
-        if value == 0:
-            least_evidence = FEW
-            evidence = has_value & (c.trainer < math.log(UNLIKELY_TOKEN))
-        else:
-            least_evidence = 1
-            largest_distance = CLOSE if is_lone else 1
-            evidence = has_value & ((c.trainer - value).abs() > largest_distance)
-        is_placeholder = _runs_with(has_value, evidence, least_evidence)
-        if value != 0 and not is_bfloat16(y):
-            # no policy gives so many neighbors the same whole number
-            is_placeholder |= _runs_of(has_value, LEAST_RUN)
-            evidence |= is_placeholder & ((c.trainer - value).abs() > CLOSE)
-        if is_placeholder.any() and is_lone:
-            is_placeholder = has_value
-        elif is_placeholder.any():
-            # one such number shows what the others are
-            is_placeholder = is_placeholder | evidence
-        else:
-            is_placeholder = _ties_at_an_end(has_value, c)
-            evidence = evidence | (
-                is_placeholder & (c.trainer < math.log(DOUBTFUL_TOKEN))
-            )
-        different_tokens = len(c.trainer[evidence & is_placeholder].unique())
+        is_placeholder, is_evidence = _find_placeholder_tokens(c, value)
+        different_tokens = len(c.trainer[is_evidence & is_placeholder].unique())
         if different_tokens < FEW or _is_floor_or_ceiling(c, has_value, value):
             continue
         rest = c.without(is_placeholder)
@@ -219,7 +187,7 @@ def find_placeholder(c: Columns) -> Undone | None:
             continue  # they are hardly farther off than all others
         numbers = {
             "tokens": int(is_placeholder.sum()),
-            "trained": len(y),
+            "trained": int(c.mask.sum()),
             "value": f"{value.item():g}",
             "place": words_for_place(is_placeholder, c.mask),
         }
@@ -229,6 +197,57 @@ def find_placeholder(c: Columns) -> Undone | None:
             return Undone("zero", rest, *distances, numbers, severity="note")
         return Undone("not_sampled", rest, *distances, numbers)
     return None
+
+
+def _frequent_whole_numbers(column: Tensor) -> list[Tensor]:
+    """Return the whole numbers of a column [N] that may be placeholders, the most
+    frequent first, at most FEW: of bfloat16 only 0 and those of FAR_BELOW or less.
+    """
+    whole_numbers = column[column == column.round()]
+    if is_bfloat16(column):  # whole numbers of its grid repeat
+        is_possible = (whole_numbers == 0) | (whole_numbers <= FAR_BELOW)
+        whole_numbers = whole_numbers[is_possible]
+    values, counts = whole_numbers.unique(return_counts=True)
+    return list(values[counts.argsort(descending=True)[:FEW]])
+
+
+def _find_placeholder_tokens(c: Columns, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which tokens have a placeholder if this number is one, and which tokens
+    speak for that; each [B, T].
+
+    A token speaks for it where the number is too far from the trainer's to be that of
+    the token. The placeholders are the runs of neighbors with enough such tokens; of a
+    number that is no whole one by chance, all tokens that have it; and where there is
+    no run, the tokens at one end of nearly every response.
+
+    Args:
+        c: the columns of the trainer and the sampler.
+        value: a whole number of the sampler's column.
+    """
+    column = c.trained(c.sampler)
+    has_value = c.mask & (c.sampler == value)
+    # a number of a fine grid is a whole one by chance once in millions
+    is_rarely_whole = value != 0 and not _is_coarse(column)
+    if value == 0:  # certainty, which only a token that is unlikely contradicts
+        least_evidence = FEW
+        is_evidence = has_value & (c.trainer < math.log(UNLIKELY_TOKEN))
+    else:
+        least_evidence = 1
+        largest_distance = CLOSE if is_rarely_whole else 1
+        is_evidence = has_value & ((c.trainer - value).abs() > largest_distance)
+    is_placeholder = _runs_with(has_value, is_evidence, least_evidence)
+    if value != 0 and not is_bfloat16(column):
+        # no policy gives so many neighbors the same whole number
+        is_placeholder |= _runs_of(has_value, LEAST_RUN)
+        is_evidence |= is_placeholder & ((c.trainer - value).abs() > CLOSE)
+    if not is_placeholder.any():
+        is_placeholder = _ties_at_an_end(has_value, c)
+        is_doubtful = c.trainer < math.log(DOUBTFUL_TOKEN)
+        return is_placeholder, is_evidence | (is_placeholder & is_doubtful)
+    if is_rarely_whole:
+        return has_value, is_evidence
+    # one such number shows what the others are
+    return is_placeholder | is_evidence, is_evidence
 
 
 def _writes_certainty_as_zero(c: Columns) -> bool:
@@ -383,39 +402,56 @@ def find_floor(c: Columns) -> Undone | None:
         ("sampler", c.sampler, c.trainer),
         ("old", c.trainer, c.sampler),
     ):
-        numbers_trained = c.trained(limited_column)
         for lowest in (True, False):
-            value = numbers_trained.min() if lowest else numbers_trained.max()
-            has_limit = c.mask & (limited_column == value)
-            if int(has_limit.sum()) < FEW or (not lowest and float(value) > -1e-3):
+            numbers_trained = c.trained(limited_column)
+            limit = float(numbers_trained.min() if lowest else numbers_trained.max())
+            has_limit = c.mask & (limited_column == limit)
+            if not lowest and limit > -1e-3:
                 continue
-            beyond = (value - other[has_limit]) * (1 if lowest else -1)
-            rest = (c.trainer - c.sampler)[c.mask & ~has_limit].abs()
-            # `quantile` takes at most 2^24 numbers
-            noise = float(rest.quantile(0.95)) if 0 < len(rest) < 10_000_000 else 0.0
-            # ties of a coarse grid lie within a grid step of the other column, on both
-            # sides
-            number_far_beyond = int((beyond > max(0.1, 4 * noise)).sum())
-            # responses to one prompt begin with the same token
-            has_different_tokens = len(other[has_limit].unique()) > FEW
-            is_one_sided = (
-                float((beyond > -noise - 1e-6).double().mean()) > 0.95
-                and float(beyond.median()) > noise
-            )
-            if has_different_tokens and is_one_sided and number_far_beyond >= FEW:
-                if lowest:
-                    other_limited = other.clamp(min=float(value))
-                else:
-                    other_limited = other.clamp(max=float(value))
-                if name == "sampler":
-                    undone = Columns(other_limited, limited_column, c.mask)
-                else:
-                    undone = Columns(limited_column, other_limited, c.mask)
-                numbers = {
-                    "column": name,
-                    "value": float(value),
-                    "tokens": int(has_limit.sum()),
-                    "side": "floor" if lowest else "ceiling",
-                }
-                return Undone("floor", undone, c.distance(), undone.distance(), numbers)
+            if not _is_limit(c, other, has_limit, limit, lowest):
+                continue
+            if lowest:
+                other_limited = other.clamp(min=limit)
+            else:
+                other_limited = other.clamp(max=limit)
+            if name == "sampler":
+                undone = Columns(other_limited, limited_column, c.mask)
+            else:
+                undone = Columns(limited_column, other_limited, c.mask)
+            numbers = {
+                "column": name,
+                "value": limit,
+                "tokens": int(has_limit.sum()),
+                "side": "floor" if lowest else "ceiling",
+            }
+            return Undone("floor", undone, c.distance(), undone.distance(), numbers)
     return None
+
+
+def _is_limit(
+    c: Columns, other: Tensor, has_limit: Tensor, limit: float, lowest: bool
+) -> bool:
+    """Return whether the least (or largest) number of a column is a floor (or ceiling):
+    several different tokens share it, nearly all of them are beyond it in the other
+    column, and some of them farther than the two columns differ elsewhere.
+
+    Args:
+        c: the columns of the trainer and the sampler.
+        other: the column that goes on, [B, T].
+        has_limit: the tokens that have the number, [B, T].
+        limit: the number.
+        lowest: whether it is the least one of its column.
+    """
+    if int(has_limit.sum()) < FEW:
+        return False
+    beyond = (limit - other[has_limit]) * (1 if lowest else -1)
+    rest = (c.trainer - c.sampler)[c.mask & ~has_limit].abs()
+    # `quantile` takes at most 2^24 numbers
+    noise = float(rest.quantile(0.95)) if 0 < len(rest) < 10_000_000 else 0.0
+    # ties of a coarse grid lie within a grid step of the other column, on both sides
+    number_far_beyond = int((beyond > max(0.1, 4 * noise)).sum())
+    # responses to one prompt begin with the same token
+    has_different_tokens = len(other[has_limit].unique()) > FEW
+    are_beyond = float((beyond > -noise - 1e-6).double().mean()) > 0.95
+    is_one_sided = are_beyond and float(beyond.median()) > noise
+    return has_different_tokens and is_one_sided and number_far_beyond >= FEW

@@ -64,6 +64,7 @@ def find_jumps(
     Returns:
         The jumps, and whether each weight is other than 0 at its first ratio, [n].
     """
+    # 1. scan: which intervals between two ratios hold a jump or an end
     rows = np.arange(len(r))
     weights = weight(r, rows)
     nearby_weights = weight(np.tile([0.5, 1, 2], (len(r), 1)), rows)
@@ -81,6 +82,8 @@ def find_jumps(
     below = weights[row, start]
     above = weights[row, start + 1]
     turns = turns[row, start]
+    # 2. cut each of them into PARTS again and again, until its ends are neighbors in
+    # float64
     is_scan = True
     while (high > np.nextafter(low, np.inf)).any():
         cuts = low[:, None] + (high - low)[:, None] * np.linspace(0, 1, PARTS + 1)
@@ -110,7 +113,7 @@ def find_jumps(
         above = values[interval, part + 1]
         turns = part_turns[interval, part]
         is_scan = False
-    # neighboring intervals are one jump
+    # 3. judge what is left: neighboring intervals are one jump
     is_apart = (row[1:] != row[:-1]) | (low[1:] > high[:-1] * (1 + rtol_ratio))
     is_first = np.r_[True, is_apart][: len(row)]
     is_last = np.r_[is_first[1:], True][: len(row)]

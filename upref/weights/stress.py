@@ -538,6 +538,7 @@ def _draw_numbers(
     numbers: dict[str, np.ndarray] = dict.fromkeys(
         (field.name for field in fields(RandomNumbers)[1:]), NOT_DRAWN
     )
+    # log r: near a bound of the objective, elsewhere, beyond the last bound, and far
     numbers |= {"A": A, "lengths": lengths, "bound_share": rng.random(B)}
     numbers["near_bound"] = rng.uniform(0.2, 1.8, (B, T))
     numbers["is_near"] = rng.random((B, T)) < 0.5
@@ -559,7 +560,7 @@ def _draw_numbers(
             side = responses.side[:, None]
             far_log_ratio = np.abs(far_log_ratio) * np.where(side == ABOVE, 1, -1)
             is_far = side != NEAR
-        guard = GUARD[level] - 1
+        guard = GUARD[level] - 1  # beyond it, implementations clamp log r
         numbers |= {
             "is_far": is_far,
             "far_log_ratio": far_log_ratio.clip(-guard, guard),
@@ -572,6 +573,7 @@ def _draw_numbers(
         differences = _differences_of_tokens(mask, lengths, rng)
         is_far_response = (responses.side != NEAR)[:, None] & bool(stress.far)
         numbers["differences"] = differences * np.where(is_far_response, 0.05, 1)
+    # log-probabilities of the old, the sampler's and the reference policy
     with np.errstate(divide="ignore"):
         numbers["old"] = np.log(draw(stress.mu))
     if stress.has_certain and not by_response:
@@ -589,6 +591,7 @@ def _draw_numbers(
         )
         numbers |= {"log_rho": log_rho, "is_sampled_surely": is_sampled_surely}
     numbers["ref"] = draw(stress.ref)
+    # entropies, groups and advantages
     # exact in float32, in which many losses compare entropies with a quantile
     entropy = rng.uniform(0, stress.entropy, (B, T)).astype(np.float32).astype(float)
     if stress.zero_entropy:

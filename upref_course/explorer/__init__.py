@@ -95,21 +95,22 @@ def data() -> str:
     """Return what Python computes for the page, as JavaScript constants.
 
     Returns:
-        The objectives with their weights, those that are left out, and the colors.
+        A line for each constant: VERSION, COLORS, LEFT_OUT (name -> why the page cannot
+        draw it) and OBJECTIVES (name -> record, with its weight as a function).
     """
     from upref import __version__
     from upref.weights import plots
     from upref_course.explorer.formulas import formulas, obstacles
 
     colors = {"palette": plots.PALETTE, "ramp": plots.RAMP, "dead": plots.DEAD}
+    records = [f"{as_json(name)}: {_record(r)}" for name, r in formulas().items()]
+    objectives = ",\n".join(records)
     return "\n".join(
         [
             f"const VERSION = {as_json(__version__)};",
             f"const COLORS = {as_json(colors)};",
             f"const LEFT_OUT = {as_json(obstacles())};",
-            "const OBJECTIVES = {\n"
-            + ",\n".join(f"{as_json(n)}: {_record(r)}" for n, r in formulas().items())
-            + "\n};",
+            f"const OBJECTIVES = {{\n{objectives}\n}};",
         ]
     )
 
