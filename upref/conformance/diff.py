@@ -631,7 +631,8 @@ def _weight_words(case: Case) -> str:
 
 
 def _place(i: int, t: int, row: Row) -> str:
-    """Return which token this is, and its advantage where it has one, in words.
+    """Return which token this is, and the advantage of its response where it has one, in
+    words.
 
     Args:
         i: number of the response.
@@ -640,5 +641,7 @@ def _place(i: int, t: int, row: Row) -> str:
     """
     column = t - (len(row.prompt) - 1)
     where = f"column {column}" if column >= 0 else "a token of the prompt"
-    adv = "" if math.isnan(row.adv) else f" (A = {row.adv:.4g})"
+    adv = ""
+    if not isinstance(row.adv, list) and not math.isnan(row.adv):
+        adv = f" (A = {row.adv:.4g})"
     return f"response {i}, {where}{adv}"
