@@ -631,8 +631,8 @@ def _weight_words(case: Case) -> str:
 
 
 def _place(i: int, t: int, row: Row) -> str:
-    """Return which token this is, and the advantage of its response where it has one, in
-    words.
+    """Return which token this is, and the advantage of its response where it has one,
+    in words.
 
     Args:
         i: number of the response.

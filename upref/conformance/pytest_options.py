@@ -200,8 +200,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _summary(outcomes: Sequence[Outcome], expected_failures: Mapping[str, str]) -> str:
-    """Return how many cases ended in each way, in words. Known failures that failed are
-    counted apart, and so are those that passed.
+    """Return how many cases ended in each way, in words. Known failures that did not
+    pass are counted apart, as expected ones, and so are those that passed.
     """
     outcomes_listed = [
         outcome

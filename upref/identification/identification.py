@@ -34,16 +34,21 @@ class Match:
     mean: float  # the mean of it, each at most 1
     length: float | None = None  # the fixed length by which the loss divides
 
-    def __str__(self) -> str:
-        """Return "dapo(eps_low=0.2, eps_high=0.28)", without what is None or a beta of
-        0.
+    @property
+    def arguments(self) -> list[str]:
+        """The hyperparameters as "eps_low=0.2", without those that are None, and without
+        a beta of 0.
         """
-        arguments = [
+        return [
             f"{name}={value:.7g}"
             for name, value in self.hp.items()
             if value is not None and (name != "beta" or value)
         ]
-        return f"{self.name}({', '.join(arguments)})" if arguments else self.name
+
+    def __str__(self) -> str:
+        """Return "dapo(eps_low=0.2, eps_high=0.28)"; the name alone without arguments."""
+        arguments = ", ".join(self.arguments)
+        return f"{self.name}({arguments})" if arguments else self.name
 
 
 @dataclass(frozen=True)
@@ -234,25 +239,18 @@ class Identification(Result):
         the shell where the loss is named FILE:FUNCTION, else a call in Python.
         """
         match = self.matches[0]
-        hp = [
-            f"{name}={value:.7g}"
-            for name, value in match.hp.items()
-            if value is not None and (name != "beta" or value)
-        ]
         agg = "" if match.own or match.agg not in AGGREGATIONS else match.agg
         if ":" in self.loss:
-            words = [
-                "upref check",
-                shlex.quote(self.loss),
-                "--as",
-                shlex.quote(match.name),
-            ]
+            words = (
+                f"upref check {shlex.quote(self.loss)} --as {shlex.quote(match.name)}"
+            )
             if agg:
-                words.append(f"--agg {agg}")
-            return " ".join([*words, *(f"--hp {assignment}" for assignment in hp)])
+                words += f" --agg {agg}"
+            return words + "".join(f" --hp {argument}" for argument in match.arguments)
+        arguments = [self.loss, repr(match.name)]
         if agg:
-            hp.insert(0, f"agg={agg!r}")
-        return f"upref.check({', '.join([self.loss, repr(match.name), *hp])})"
+            arguments.append(f"agg={agg!r}")
+        return f"upref.check({', '.join([*arguments, *match.arguments])})"
 
     def _diff_command(self) -> str:
         """Return the command that compares the loss with the nearest objective, quantity

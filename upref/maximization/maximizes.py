@@ -636,8 +636,8 @@ def _named_factor(factors: Mapping[float, float]) -> tuple[Term, ...]:
 
 
 def _asymmetry(field: Field, point: Point) -> float:
-    """Measure how far the derivative of a field is from symmetric, relative to it. That
-    of a gradient is symmetric: it is a matrix of second derivatives.
+    """Measure how far the derivative of a field is from symmetric, relative to its
+    norm: 0 for a gradient, whose derivative is a matrix of second derivatives.
 
     Args:
         field: the expected gradient at a policy.

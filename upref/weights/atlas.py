@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All registered objectives on one page: the gradient weight of each and its Cap."""
 
+import math
 import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -33,13 +34,12 @@ MU = np.r_[np.logspace(-4, -0.3, 30), 1 - np.logspace(-0.32, -7, 24)]
 
 
 def atlas() -> "Figure":
-    """Draw every objective of the first tier (upref.catalog), from the widest Cap for A
-    > 0 to the narrowest.
+    """Draw every objective of the first tier (upref.catalog) on one page, with its
+    default hyperparameters: those with the widest Cap for A > 0 first.
 
-    Each has its default hyperparameters.
-    Left of each pair the gradient weight against r (mu = 0.1), right the Cap of a token
-    at π_θ = π_old = mu against mu. Objectives with the same weight share a pair; those
-    that have no weight of a token by itself are named below.
+    Left of each pair of pictures is the gradient weight against r (mu = 0.1), right the
+    Cap of a token at π_θ = π_old = mu against mu. Objectives with the same weight share
+    a pair; those that have no weight of a token by itself are named below.
 
     Returns:
         A matplotlib figure.
@@ -59,12 +59,14 @@ def atlas() -> "Figure":
         120,
     )
     columns = 3
-    pair = (3.5, 2.1)
+    rows = math.ceil(len(pairs) / columns)
+    # All lengths below are in inches.
+    pair_width = 3.5
+    pair_height = 2.1
     head = 1.15
     foot = 0.65 + 0.2 * len(left_out)
-    rows = -(-len(pairs) // columns)
-    width = columns * pair[0] + 0.35
-    height = head + rows * pair[1] + foot
+    width = columns * pair_width + 0.35
+    height = head + rows * pair_height + foot
     with matplotlib.rc_context(
         STYLE | {"font.size": 10, "xtick.labelsize": 9.5, "ytick.labelsize": 9.5}
     ):
@@ -75,14 +77,14 @@ def atlas() -> "Figure":
             return fig.add_axes((x / width, y / height, w / width, h / height))
 
         for i, group in enumerate(pairs):
-            x = 0.52 + i % columns * pair[0]
-            y = height - head - (i // columns + 1) * pair[1]
+            x = 0.52 + i % columns * pair_width
+            y = height - head - (i // columns + 1) * pair_height
             left_axes = axes_in_inches(x, y + 0.42, 1.25, 1.05)
             right_axes = axes_in_inches(x + 1.95, y + 0.42, 1.05, 1.05)
+            # DAPO in gray behind the others, where the ratio is that of a token
+            comparison = []
             if group[0].name != "dapo" and group[0].level in ("token", "custom"):
                 comparison = reference
-            else:
-                comparison = []
             _draw_weight(left_axes, group[0], [xy for xy, _ in comparison])
             _draw_cap(right_axes, group[0], [cap for _, cap in comparison])
             if i % columns == 0:

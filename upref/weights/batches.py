@@ -372,7 +372,9 @@ def _bounds_of_mean(objective: Objective, A: float, **hp: Any) -> list[float]:
         return []
 
     def kinds(means: np.ndarray) -> np.ndarray:
-        """Return for each mean a number for which weights are 0."""
+        """Return for each mean a number from 0 to 7: the sum of 1, 2 and 4 for those of
+        the three weights that are 0.
+        """
         log_r = torch.from_numpy(means[:, None] + np.array(AROUND_MEAN))
         old = torch.full_like(log_r, LOG_OLD)
         ones = torch.ones_like(log_r)
@@ -444,7 +446,9 @@ def _bounds_of_correction(objective: Objective, **hp: Any) -> list[float]:
     """
 
     def kinds(log_rhos: np.ndarray) -> np.ndarray:
-        """Return a number for what the factor is at each log ρ."""
+        """Return for each log ρ a number from 0 to 7: the sum of 1, 2 and 4 for those
+        of 0, 1 and ρ that the factor is.
+        """
         log_rho = torch.from_numpy(log_rhos)[:, None]
         lp_old = (log_rho - 0.01).clamp(max=-1.2)
         mask = torch.ones_like(log_rho, dtype=torch.bool)

@@ -480,15 +480,15 @@ def format_ratio_axis(ax: "Axes", reach: float) -> None:
     """
     ax.spines[["top", "right"]].set_visible(False)
     if reach == WIDE:
-        _format_logarithmic_axis(ax, reach)
+        _format_logarithmic_axis(ax)
     else:
         _format_narrow_axis(ax, reach)
 
 
-def _format_logarithmic_axis(ax: "Axes", reach: float) -> None:
-    """Show r from exp(-reach) to exp(reach)."""
+def _format_logarithmic_axis(ax: "Axes") -> None:
+    """Show r from 1/6 to 6, that is exp(-WIDE) to exp(WIDE), on a logarithmic axis."""
     ax.set_xscale("log")
-    ax.set_xlim(np.exp(-reach), np.exp(reach))
+    ax.set_xlim(np.exp(-WIDE), np.exp(WIDE))
     ax.set_xticks([0.2, 0.5, 1, 2, 5], ["0.2", "0.5", "1", "2", "5"])
     ax.minorticks_off()
 

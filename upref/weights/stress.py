@@ -390,10 +390,6 @@ def _stress_batch(
 ) -> Rollouts:
     """Make the batch for all objectives with this level and these bounds of r.
 
-    Each response is near one of the bounds for its sign of A: half of its tokens have a
-    log r of 0.2 to 1.8 times that bound's, and the others one near 0. The axis and the
-    level then replace some of these.
-
     Args:
         axis: a key of AXES.
         level: of the objective: what has a ratio, a token or a response.
@@ -406,46 +402,11 @@ def _stress_batch(
     stress = AXES[axis]
     by_response = level in REDUCE
     numbers = _draw_numbers(axis, level, any_size, seed, ids)
-    A = numbers.A
-    lengths = numbers.lengths
     mask = numbers.batch.mask.numpy()
-    bounds_up, bounds_down = (np.log(side) for side in bounds)  # A > 0, A < 0
-    bound_count = np.where(A > 0, len(bounds_up), len(bounds_down))
-    bound_number = (numbers.bound_share * bound_count).astype(int)
-    bound = np.where(
-        A > 0,
-        bounds_up[bound_number % len(bounds_up)],
-        bounds_down[bound_number % len(bounds_down)],
-    )
-    near_bound = bound[:, None] * numbers.near_bound
-    log_r = np.where(numbers.is_near, near_bound, numbers.far_from_bound)
-    if stress.mostly == "clipped":
-        last_up = max(bounds_up.max(), 0.1)
-        last_down = min(bounds_down.min(), -0.1)
-        last_bound = np.where(A > 0, last_up, last_down)
-        beyond = last_bound[:, None] * numbers.beyond_last_bound
-        log_r = np.where(numbers.is_clipped, beyond, log_r)
-    if stress.far:
-        log_r = np.where(numbers.is_far, numbers.far_log_ratio, log_r)
-    if level == "custom":
-        # such an objective may multiply ratios, so their product stays in range
-        order = numbers.order
-        sizes = np.where(mask, np.abs(log_r), 0)
-        sums = np.cumsum(sizes[:, order], 1)[:, order.argsort()]
-        is_in_range = sums < MOST_LOG_PRODUCT
-        log_r = np.where(is_in_range, log_r * numbers.distinct, numbers.tiny_log_ratio)
-        # every third response that is not long: its mean is near a bound
-        is_near_mean = (np.arange(len(A)) % 3 == 1) & (lengths <= MOST_NEAR_MEAN)
-        around_mean = (near_bound[:, :1] + numbers.differences) * numbers.distinct
-        log_r = np.where(is_near_mean[:, None], around_mean, log_r)
-    if by_response:
-        # the ratio of the response is drawn, and its tokens are scattered around it
-        log_r = log_r[:, :1] / (1 if level == "sequence_mean" else lengths[:, None])
-        log_r = log_r + numbers.differences
-    if stress.is_on_policy:
-        log_r = np.zeros_like(log_r)
+    log_r = _log_ratios(stress, level, bounds, numbers)
     # such an objective may order the tokens: no two have one probability
     distinct = numbers.distinct if level == "custom" else 1.0
+    # log π_old, so low that log π_θ is below 0
     largest = np.where(log_r > 0, -log_r - 1e-3 * distinct, 0)
     old = np.minimum(numbers.old * distinct, largest)
     lp = np.minimum(old + log_r, 0)
@@ -469,6 +430,78 @@ def _stress_batch(
         logp_ref=fill(ref, -1.2),
         logp_sampler=fill(old - numbers.log_rho, -1.2) if has_sampler else None,
     )
+
+
+def _log_ratios(
+    stress: Axis,
+    level: str,
+    bounds: tuple[tuple[float, ...], ...],
+    numbers: "RandomNumbers",
+) -> np.ndarray:
+    """Return log r of each slot, [B, T].
+
+    Each response is near one of the bounds for its sign of A: half of its tokens have a
+    log r of 0.2 to 1.8 times that bound's, and the others one near 0. The axis and the
+    level then replace some of these.
+
+    Args:
+        stress: the axis.
+        level: of the objective.
+        bounds: the ratios at which the weight jumps, by the sign of A.
+        numbers: of `_draw_numbers`.
+    """
+    A = numbers.A
+    bounds_up, bounds_down = (np.log(side) for side in bounds)  # A > 0, A < 0
+    bound_count = np.where(A > 0, len(bounds_up), len(bounds_down))
+    bound_number = (numbers.bound_share * bound_count).astype(int)
+    bound = np.where(
+        A > 0,
+        bounds_up[bound_number % len(bounds_up)],
+        bounds_down[bound_number % len(bounds_down)],
+    )
+    near_bound = bound[:, None] * numbers.near_bound
+    log_r = np.where(numbers.is_near, near_bound, numbers.far_from_bound)
+    if stress.mostly == "clipped":
+        last_up = max(bounds_up.max(), 0.1)
+        last_down = min(bounds_down.min(), -0.1)
+        last_bound = np.where(A > 0, last_up, last_down)
+        beyond = last_bound[:, None] * numbers.beyond_last_bound
+        log_r = np.where(numbers.is_clipped, beyond, log_r)
+    if stress.far:
+        log_r = np.where(numbers.is_far, numbers.far_log_ratio, log_r)
+    if level == "custom":
+        log_r = _coupled_log_ratios(log_r, near_bound, numbers)
+    if level in REDUCE:
+        # the ratio of the response is drawn, and its tokens are scattered around it
+        tokens = 1 if level == "sequence_mean" else numbers.lengths[:, None]
+        log_r = log_r[:, :1] / tokens + numbers.differences
+    if stress.is_on_policy:
+        return np.zeros_like(log_r)
+    return log_r
+
+
+def _coupled_log_ratios(
+    log_r: np.ndarray, near_bound: np.ndarray, numbers: "RandomNumbers"
+) -> np.ndarray:
+    """Return log r for an objective that couples the tokens of a response, [B, T]: no
+    two are equal, their product in a response stays in range (MOST_LOG_PRODUCT), and
+    the mean of every third response that is not long is near a bound.
+
+    Args:
+        log_r: of each slot, before.
+        near_bound: log r near the bound of its response.
+        numbers: of `_draw_numbers`.
+    """
+    mask = numbers.batch.mask.numpy()
+    order = numbers.order
+    sizes = np.where(mask, np.abs(log_r), 0)
+    sums = np.cumsum(sizes[:, order], 1)[:, order.argsort()]
+    is_in_range = sums < MOST_LOG_PRODUCT
+    log_r = np.where(is_in_range, log_r * numbers.distinct, numbers.tiny_log_ratio)
+    is_third = np.arange(len(log_r)) % 3 == 1
+    is_near_mean = is_third & (numbers.lengths <= MOST_NEAR_MEAN)
+    around_mean = (near_bound[:, :1] + numbers.differences) * numbers.distinct
+    return np.where(is_near_mean[:, None], around_mean, log_r)
 
 
 @dataclass(frozen=True)
