@@ -267,6 +267,7 @@ def _children() -> set[int]:
     children = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
+            # "PID (COMMAND) STATE PARENT ...": a command may hold spaces and brackets
             _, parent = stat.read_text(errors="replace").rpartition(")")[2].split()[:2]
             if int(parent) == os.getpid():
                 children.add(int(stat.parent.name))

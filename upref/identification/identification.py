@@ -36,8 +36,8 @@ class Match:
 
     @property
     def arguments(self) -> list[str]:
-        """The hyperparameters as "eps_low=0.2", without those that are None, and without
-        a beta of 0.
+        """The hyperparameters as "eps_low=0.2", without those that are None, and
+        without a beta of 0.
         """
         return [
             f"{name}={value:.7g}"

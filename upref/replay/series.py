@@ -101,8 +101,9 @@ def series(steps: Sequence[StepGap]) -> Series:
         steps: from `measure_step`, in the order of the run.
 
     Returns:
-        The Series. It is false where the reference model's column shows that the engine
-        kept its first weights.
+        The Series, failures before notes; it has no findings for fewer than
+        LEAST_STEPS. It is false where the reference model's column shows that the
+        engine kept its first weights.
     """
     findings = [*_find_lone_steps(steps), *_find_trend(steps)]
     failures_first = sorted(findings, key=lambda f: f.severity)

@@ -1001,13 +1001,14 @@ def _columns_of_response(
 
 
 def relabel_groups(batch: Rollouts) -> dict[str, list[Rollouts]]:
-    """Rename the groups of a batch: all of them, and all but one.
+    """Rename the groups of a batch in each of the ways of NAMED: all of them, and all
+    but the one with the largest id.
 
     Args:
         batch: a batch with groups.
 
     Returns:
-        What the ids are called -> the two batches.
+        The key of NAMED -> the two batches, in this order.
     """
     assert batch.group is not None
     group = batch.group
