@@ -771,8 +771,9 @@ def _parser() -> _Parser:
 
 
 def _advice_for_unknown_verb(words: Iterable[str], known: Collection[str]) -> str:
-    """Return a sentence about a verb that another package has and this installation
-    lacks, or about one that is spelled like a known one; "" for any other.
+    """Return a sentence about the first word that is no option, where it is a verb of
+    `python -m paper`, a verb of a package that this installation lacks, or is spelled
+    like a known one; "" for any other.
     """
     word = next((w for w in words if not w.startswith("-")), "")
     if word in CHECKOUT:

@@ -195,7 +195,9 @@ def prove(args: argparse.Namespace) -> int:
 
 
 def identify(args: argparse.Namespace) -> int:
-    """Print which objective a loss is. The status is 1 where it is none."""
+    """Print which objective a loss is. The status is 1 where it is none, and 0 where it
+    is one with a known pitfall.
+    """
     from upref.identification.identify import identify as which
     from upref.user_code import from_signature, no_objective
 

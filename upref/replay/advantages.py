@@ -57,8 +57,11 @@ def advantages(batch: RecordedBatch) -> Advantages:
             tried first.
 
     Returns:
-        The answer. It is false where an estimator fits over groups that mix prompts,
-        and none fits over the prompts.
+        The first grouping over which an estimator fits, and its first estimator that
+        does. It is false where that grouping mixes prompts, and where the advantages
+        have the other sign or are those of other responses. No estimator is named where
+        advantages differ within a response, are all 0, or fewer than LEAST_RESPONSES
+        are not: a finding says so.
 
     Raises:
         InputError: a column is missing.

@@ -112,8 +112,9 @@ def gap(batch: RecordedBatch) -> Gap:
             column, now is compared.
 
     Returns:
-        The Gap. It is false where a cause was undone, or where tokens train that the
-        sampler did not draw.
+        The Gap of the columns without what was undone. It is false where a cause was
+        undone, where tokens train that the sampler did not draw, and where its column
+        does not hold the log-probability of each token.
 
     Raises:
         InputError: a column is missing.

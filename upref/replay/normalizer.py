@@ -144,7 +144,9 @@ class _Comparison:
         return factor, is_off
 
     def judge(self) -> Normalizer:
-        """Return the Normalizer: which sum of the terms has the recorded gradient."""
+        """Return the Normalizer: which sum of the terms has the recorded gradient, and
+        the factors to the objective's own sum.
+        """
         factor, is_off = self.factors(self.reference)
         low, high = _factor_range(factor)
         numbers = {
@@ -161,6 +163,7 @@ class _Comparison:
             factor_of_all,
             numbers | {"tokens": int(is_off.sum()), "trained": tokens},
         )
+        # of several sums that are the objective's own, the one that fits
         for name, counted in self.step.by_counts():
             if name == found:
                 factor, _ = self.factors(counted.gradient())
