@@ -58,10 +58,10 @@ def advantages(batch: RecordedBatch) -> Advantages:
 
     Returns:
         The first grouping over which an estimator fits, and its first estimator that
-        does. It is false where that grouping mixes prompts, and where the advantages
-        have the other sign or are those of other responses. No estimator is named where
-        advantages differ within a response, are all 0, or fewer than LEAST_RESPONSES
-        are not: a finding says so.
+        does. It is false where that grouping mixes prompts and nothing else explains
+        it, and where the advantages have the other sign or are those of other
+        responses. No estimator is named where advantages differ within a response, are
+        all 0, or fewer than LEAST_RESPONSES are not: a finding says so.
 
     Raises:
         InputError: a column is missing.

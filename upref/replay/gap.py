@@ -172,6 +172,10 @@ def _find_causes(
 ) -> tuple[Columns, bool]:
     """Report the causes of the gap that can be undone, or that explain all of it.
 
+    A column of the sampler that is 0, a copy, one number, or one number in each
+    response ends the search. Otherwise each cause that is found is undone before the
+    next one is sought, so that several may be reported.
+
     Args:
         batch: the recorded step.
         columns: the log-probabilities of trainer and sampler.
