@@ -5,10 +5,9 @@ so on.
     θ <- θ + lr ∇ E_old[J(θ)]
 
 Plain ascent, so that an update is nothing but the objective's: no momentum, no clipping
-of gradients. (Adam gives every logit of a table a step of about lr, however rare its
-token; tables "with Adam" show what that changes.) The mini-batch is infinite, so a path is
-the limit of many prompts, not the mean of the paths of small batches. `drawn` makes k
-epochs on given groups, each alone: lesson 6 uses it.
+of gradients. The mini-batch is infinite, so a path is the limit of many prompts, not the
+mean of the paths of small batches. `drawn` makes k epochs on given groups, each alone:
+lesson 6 uses it.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,7 +55,6 @@ def path(
     k: int | list[int] | Tensor,
     G: int | None = 8,
     adv: str | None = None,
-    adam: bool = False,
     **hp,
 ) -> Iterator[State]:
     """Yield the states one after another, without end.
@@ -69,7 +67,6 @@ def path(
         k: updates from one π_old, a number, or one per policy; 0: π_old stays.
         G: responses to a prompt; None: infinitely many.
         adv: an advantage estimator instead of the objective's own.
-        adam: Adam's steps (betas 0.9, 0.999; eps 1e-8) instead of plain ascent.
         **hp: hyperparameters of the objective.
 
     Raises:
@@ -83,7 +80,6 @@ def path(
         )
     lp_old, update = task.log_probs(theta), 0
     rows = expected.rows(task, lp_old, objective, G, adv)
-    m, v = torch.zeros_like(theta), torch.zeros_like(theta)
     while True:
         # the policies that get a new π_old
         new = (k > 0) & (update % k.clamp(min=1) == 0)
@@ -94,12 +90,7 @@ def path(
         g = gradient(task, objective, theta, lp_old, rows, **hp)
         yield State(update, theta, lp, lp_old, task.responses(lp), g, rows)
         update += 1
-        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
-        step = g
-        if adam:
-            spread = (v / (1 - 0.999**update)).sqrt()
-            step = m / (1 - 0.9**update) / (spread + 1e-8)
-        theta = theta + lr[:, None, None] * step
+        theta = theta + lr[:, None, None] * g
 
 
 def gradient(

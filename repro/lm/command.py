@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     args = arguments().parse_intermixed_args(argv)
     try:
-        return exit_status_of(lambda: work(args), "lm")
+        return work(args)
     except (NotFinite, ParityError) as e:
         print(f"lm: {e}", file=sys.stderr)
         return 1
@@ -113,6 +113,7 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+@exit_status_of("lm")
 def work(args: argparse.Namespace) -> int:
     """Train the runs that are not finished, and print the report on all; return 0.
 

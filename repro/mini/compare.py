@@ -300,6 +300,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         return name, value
 
 
+@suite.exit_status_of("run.sh")
 def main(argv: list[str] | None = None) -> int:
     """Train an objective and its other half, report, and return the exit status, as
     described above.
@@ -335,39 +336,35 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_intermixed_args(argv)  # name=value behind an option too
 
-    def work() -> int:
-        """Train and report; return 0, or 1 without a report if a run failed."""
-        if args.seeds < 1 or args.jobs < 1:
-            raise InputError("--seeds and --jobs must be at least 1.")
-        overrides = dict(map(parse_override, args.overrides))
-        for name in overrides.keys() & {"seed", "objective"}:
-            raise InputError(
-                f"{name} is not a setting to change here: the objective comes first, seeds by --seeds."
-            )
-        Settings.of(overrides)  # a wrong name, said with the nearest right one
-        e = experiment(args.objective, args.seeds, overrides, args.against)
-        name = args.objective + (f"_against_{args.against}" if args.against else "")
-        folder = args.out / "compare" / name.replace("(", "_of_").replace(")", "")
-        own_folder(folder)
-        wanted = dict(e.todo({}))
-        with suite.alone(args.out) as lock:
-            failures = suite.run_all(wanted, args.out, args.jobs, lock)
-        for sentence in failures:
-            print(sentence, file=sys.stderr)
-        if failures:
-            return 1
-        own_folder(folder, empty=True)
-        text = write(
-            e,
-            {name: records.record(args.out / name) for name in wanted},
-            args.out,
-            folder,
+    if args.seeds < 1 or args.jobs < 1:
+        raise InputError("--seeds and --jobs must be at least 1.")
+    overrides = dict(map(parse_override, args.overrides))
+    for name in overrides.keys() & {"seed", "objective"}:
+        raise InputError(
+            f"{name} is not a setting to change here: the objective comes first, seeds by --seeds."
         )
-        print_report(text)
-        suite.say(f"\nReport and figures: {folder}", markup=False)
-        return 0
-
-    return suite.exit_status_of(work, "run.sh")
+    Settings.of(overrides)  # a wrong name, said with the nearest right one
+    e = experiment(args.objective, args.seeds, overrides, args.against)
+    name = args.objective + (f"_against_{args.against}" if args.against else "")
+    folder = args.out / "compare" / name.replace("(", "_of_").replace(")", "")
+    own_folder(folder)
+    wanted = dict(e.todo({}))
+    with suite.alone(args.out) as lock:
+        failures = suite.run_all(wanted, args.out, args.jobs, lock)
+    for sentence in failures:
+        print(sentence, file=sys.stderr)
+    if failures:
+        return 1
+    own_folder(folder, empty=True)
+    text = write(
+        e,
+        {name: records.record(args.out / name) for name in wanted},
+        args.out,
+        folder,
+    )
+    print_report(text)
+    suite.say(f"\nReport and figures: {folder}", markup=False)
+    return 0
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import upref
-from repro.exact import expected, flow
+from repro.exact import flow
 from repro.exact.task import F64, bandit
 from upref.errors import InputError
 from upref.user_code.guard import one_thread
@@ -171,32 +171,6 @@ def test_common_right_answers_win_on_policy():
     assert (log_ratio(s1) - log_ratio(s0)) / lr == pytest.approx(
         A * (0.3 - 0.1), rel=1e-3
     )
-
-
-# ---- Adam ----------------------------------------------------------------------------
-def test_adam_moves_every_logit_alike_at_first():
-    """Its first step is lr sign(g): a rare right token moves as far as a common one."""
-    task = bandit([1.0, 1, 0])
-    theta = task.start([[0.001, 0.3, 0.699]])
-    step = last(flow.path(task, UP, theta, lr=0.01, k=1, adam=True), 1).theta - theta
-    assert torch.allclose(
-        step[0, 0], torch.tensor([0.01, 0.01, -0.01], dtype=F64), atol=1e-6
-    )
-
-
-def test_adam_is_torchs():
-    """Compare 12 steps of a flow, four to each old policy, with torch's Adam."""
-    task, theta = bandit([1.0, 1, 0]), torch.tensor([[[0.1, -0.5, 0.7]]], dtype=F64)
-    ours = last(flow.path(task, DAPO, theta, lr=0.05, k=4, adam=True), 12).theta
-    p = theta.clone().requires_grad_()
-    optimizer = torch.optim.Adam([p], lr=0.05, maximize=True)
-    for n in range(12):
-        if n % 4 == 0:
-            lp_old = task.log_probs(p.detach())
-            rows = expected.rows(task, lp_old, DAPO, 8)
-        p.grad = flow.gradient(task, DAPO, p, lp_old, rows)
-        optimizer.step()
-    assert torch.allclose(ours, p.detach(), atol=1e-12)
 
 
 # ---- one layer -----------------------------------------------------------------------

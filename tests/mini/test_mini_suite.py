@@ -269,12 +269,13 @@ def test_interrupted_it_goes_on_and_one_suite_runs_at_a_time(
 def child(out: Path) -> int:
     """Run the queue in this folder, interrupts handled; return the suite's exit status."""
 
+    @suite.exit_status_of("suite")
     def work():
         with suite.alone(out) as lock:
             return len(suite.run_all(QUEUE, out, 2, lock, train="mini_fake_train"))
 
     interrupt.handled("suite")
-    return suite.exit_status_of(work, "suite")
+    return work()
 
 
 def test_the_command(tmp_path, capsys):

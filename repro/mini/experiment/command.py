@@ -8,7 +8,6 @@ results/runs.jsonl at once. Exit status: 0 all ran, 1 some run failed or somethi
 what was registered, 2 could not start, 130 interrupted.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -28,12 +27,6 @@ from repro.mini.experiment.plan import Plan, load, paths
 from repro.mini.experiment.questions import RunRecord
 from repro.mini.train import loop
 from upref.errors import InputError
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line, and return its exit status, as described above."""
-    args = _parser().parse_args(argv)
-    return suite.exit_status_of(lambda: _work(args), "experiment")
 
 
 def _parser() -> Parser:
@@ -58,7 +51,8 @@ def _parser() -> Parser:
     return parser
 
 
-def _work(args: argparse.Namespace) -> int:
+@suite.exit_status_of("experiment")
+def main(argv: list[str] | None = None) -> int:
     """Do what the options ask for, the first of them that is given, in this order:
     --verify, --standing, a list where there is no name, --power, --register, --list,
     --collect; else train.
@@ -69,6 +63,7 @@ def _work(args: argparse.Namespace) -> int:
     Raises:
         InputError: the options or the plan do not allow it.
     """
+    args = _parser().parse_args(argv)
     if args.verify:
         return verify.main([args.name] if args.name else list(paths()))
     if args.standing:

@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec
 
 from rich.console import Console
 
@@ -27,6 +29,7 @@ ROOT = Path(__file__).parents[3]
 OUT = ROOT / "repro" / "out" / "mini"
 TRAIN = "repro.mini.train"
 PROGRESS_SECONDS = 60  # between two lines on the runs that train
+P = ParamSpec("P")
 say = Console(highlight=False, soft_wrap=True).print
 
 
@@ -217,25 +220,32 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def exit_status_of(work: Callable[[], int], who: str) -> int:
-    """Do the work and return its exit status; 2, after a sentence on stderr, where it
-    raises InputError or OSError.
+def exit_status_of(who: str) -> Callable[[Callable[P, int]], Callable[P, int]]:
+    """Return a decorator of the function that does a command's work and returns its exit
+    status. The status is 2, after a sentence on stderr, where the function raises
+    InputError or OSError.
 
     An interruption prints that the same command goes on.
 
     Args:
-        work: returns its own status.
         who: the name in front of the sentence.
     """
-    interrupt.then("the same command goes on from here")
-    try:
-        return work()
-    except InputError as error:
-        print(f"{who}: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(
-            f"{who}: {error.strerror or error}: {error.filename or 'is the disk full?'}",
-            file=sys.stderr,
-        )
-        return 2
+
+    def decorated(work: Callable[P, int]) -> Callable[P, int]:
+        @wraps(work)
+        def status(*args: P.args, **named: P.kwargs) -> int:
+            """Do the work; return its status, or 2."""
+            interrupt.then("the same command goes on from here")
+            try:
+                return work(*args, **named)
+            except InputError as error:
+                said = str(error)
+            except OSError as error:
+                where = error.filename or "is the disk full?"
+                said = f"{error.strerror or error}: {where}"
+            print(f"{who}: {said}", file=sys.stderr)
+            return 2
+
+        return status
+
+    return decorated
