@@ -83,7 +83,10 @@ def counters(function: Callable[..., Any], call: Callable[[], Any]) -> list[Plac
 
 
 def _numbers_kept(function: Callable[..., Any]) -> Iterator[Place]:
-    """Yield every place of a number that the function can reach and change."""
+    """Yield every place of a number that the function can reach and change, within
+    DEEPEST containers or functions. A tensor of one number that needs no gradient is one
+    too.
+    """
     seen: set[int] = set()
     waiting: list[tuple[Any, int]] = [(function, 0)]
     while waiting:

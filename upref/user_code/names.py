@@ -394,6 +394,7 @@ def older_of(one: str, other: str) -> str:
     return ""
 
 
+COEFFICIENT = {"coef", "coeff", "coefficient", "weight"}
 LOW = {
     "low",
     "lower",
@@ -425,7 +426,8 @@ HIGH = {
 
 def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:
     """Return which of the known hyperparameters an argument means: `clip_ratio_low` ->
-    eps_low, `kl_coef` -> beta; "" where it means none.
+    eps_low, `kl_coef` -> beta; "" where it means none. A name that is known means itself;
+    of the rules below the first that fits decides.
 
     Args:
         name: of an argument.
@@ -434,40 +436,36 @@ def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:
     if name in known:
         return name
     words_of_name = words(name)
-    low = LOW & set(words_of_name)
-    high = HIGH & set(words_of_name)
+    every = set(words_of_name)
+    low = LOW & every
+    high = HIGH & every
+    is_kl = "kl" in every and every & (COEFFICIENT | {"penalty"})
+    is_entropy = any(w == "ent" or w.startswith("entrop") for w in every)
+    signs = {"pos", "neg"} & every
     meant = ""
-    if "beta" in words_of_name or (
-        "kl" in words_of_name
-        and set(words_of_name) & {"coef", "coeff", "coefficient", "weight", "penalty"}
-    ):
+    if "beta" in every or is_kl:
         meant = "beta"
-    elif "dual" in words_of_name or (
-        words_of_name[-1:] == ["c"] and "clip" in words_of_name
-    ):
+    elif "dual" in every or (words_of_name[-1:] == ["c"] and "clip" in every):
         meant = "c"
-    elif any(w == "ent" or w.startswith("entrop") for w in words_of_name) and (
-        set(words_of_name) & {"coef", "coeff", "coefficient", "weight"}
-    ):
+    elif is_entropy and every & COEFFICIENT:
         meant = "entropy_coef"
-    elif any(w.startswith(("clip", "eps", "epsilon")) for w in words_of_name):
+    elif any(w.startswith(("clip", "eps", "epsilon")) for w in every):
         meant = "eps"
         if low and not high:
             meant = "eps_low"
         elif high and not low:
             meant = "eps_high"
-    elif "tau" in words_of_name or "temperature" in words_of_name:
+    elif "tau" in every or "temperature" in every:
         meant = "tau"
-        if "pos" in words_of_name:
+        if "pos" in every:
             meant = "tau_pos"
-        elif "neg" in words_of_name:
+        elif "neg" in every:
             meant = "tau_neg"
-    elif "lambda" in words_of_name and "lam" in known:
+    elif "lambda" in every and "lam" in known:
         meant = "lam"
-    elif (sign := {"pos", "neg"} & set(words_of_name)) and (
-        letter := {"k", "lambda"} & set(words_of_name)
-    ):  # as VESPO's code has them
-        meant = f"{'c1' if 'k' in letter else 'c2'}_{sign.pop()}"
+    elif signs and every & {"k", "lambda"}:  # as VESPO's code has them
+        letter = "c1" if "k" in every else "c2"
+        meant = f"{letter}_{signs.pop()}"
     return meant if meant in known else ""
 
 

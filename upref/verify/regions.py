@@ -56,8 +56,8 @@ def regions(
 
     One region without an interval is yielded where the ratio does not decide: "ρ" for an
     objective that corrects for its sampler; "others" where failing tokens are right
-    alone; "scattered" where there are more than MOST_INTERVALS, or where a ratio that
-    fails is right alone.
+    alone; "scattered" where there are more than MOST_INTERVALS, or where one failing
+    ratio between right ones is right alone.
 
     Args:
         case: the loss and its objective.
@@ -182,7 +182,8 @@ def _bound_between(
 ) -> float:
     """Return the bound between a ratio that agrees and one that does not: a known bound
     of the objective, or one that calls of the loss close in on. Where a single token does
-    not show it, return the ratio that does not agree.
+    not show it, or where bounds depend on more than the ratio, return the ratio that does
+    not agree.
 
     Args:
         case: the loss and its objective.

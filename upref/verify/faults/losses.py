@@ -1451,8 +1451,9 @@ def _unbounded_positive_faults(form: ClippedForm) -> Iterator[LossFault]:
 
 
 def _no_bound_faults(form: ClippedForm) -> Iterator[LossFault]:
-    """Yield the fault that no bound acts, for a term in the ratio, and for a constant
-    weight on log π_θ that is not the ratio for one sign of A.
+    """Yield the fault that no bound acts: the term is r A, or 0 for a sign of A that the
+    objective does not train. Of an objective whose term is A log π_θ for some sign, yield
+    it also with A log π_θ there and the constant weight r on log π_θ elsewhere.
     """
     shape = form.shape
 
@@ -1669,9 +1670,13 @@ OTHER_LOG_RATIOS: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
 
 
 def _response_ratio_faults(form: ClippedForm) -> Iterator[LossFault]:
-    """Yield the faults that PPO's term has another ratio: a response's for a token's, a
-    token's for a response's, or another average over the response. Yield too that the
-    term of an objective on the product of a response's ratios is that of each token.
+    """Yield the faults that PPO's term has another ratio, one of OTHER_LOG_RATIOS: a
+    response's for a token's, a token's for a response's, or another average over the
+    response. An objective with a ratio of responses may have each with the gradient of
+    the response or with each token's own.
+
+    Before these, yield that the term of an objective on the product of a response's
+    ratios is that of each token.
     """
 
     def ppo_at(
@@ -1698,7 +1703,7 @@ def _response_ratio_faults(form: ClippedForm) -> Iterator[LossFault]:
             J=lambda lp, old, A, m: surrogate.fn(lp, old, A.expand_as(lp), **hp),
         )
     for fault_id, words, log_ratio in OTHER_LOG_RATIOS:
-        # a few rows of a batch have other lengths
+        # the longest response and the mean length are others in a few rows of a batch
         whole = fault_id in (LONGEST, MEAN_LENGTH)
         yield fault(
             words,

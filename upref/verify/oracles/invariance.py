@@ -99,14 +99,16 @@ def grid_off_bounds(case: LossCase) -> Rollouts:
 
 @oracle("padding", 60)
 def padding(case: LossCase) -> list[Finding]:
-    """Report further masked slots, on either side, that change something or have a
-    gradient.
+    """Report masked slots that have a gradient, and further masked columns, a row or a
+    prompt that change something.
 
     Args:
         case: the loss and its objective.
 
     Returns:
-        Failures with the smallest batch.
+        A failure for masked slots of the batch that have a gradient; what `_padded_side`
+        reports of columns on the right and on the left; what `_empty_row` reports of a
+        masked row, and `_empty_prompt` of a masked prompt.
     """
     batch = grid_off_bounds(case)
     value, gradient = case.kept_value_and_gradient(batch)
@@ -420,9 +422,9 @@ def masked_values(case: LossCase) -> list[Finding]:
         case: the loss and its objective.
 
     Returns:
-        A failure for the first number of JUNK that does. A note for it if the loss is a
-        framework's own, and for the first of NOT_NUMBERS, since frameworks pad with
-        numbers. A note, too, if the loss refuses a batch. Else nothing.
+        A failure for the first number of JUNK that does, or one note: for such a number if
+        the loss is a framework's own; for the first of NOT_NUMBERS, since frameworks pad
+        with numbers; or for a batch that the loss refuses. Else nothing.
     """
     batch = case.grid(thin=5)
     clean = case.kept_value_and_gradient(batch)

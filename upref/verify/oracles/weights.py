@@ -208,24 +208,27 @@ def _tokens_beside_bounds(
     case: LossCase, weight: Callable[..., Any], A: float
 ) -> Iterator[list[tuple[float, float, float]]]:
     """Yield the tokens (A, π_old, r) just below each bound, and those just above it, at
-    several π_old.
+    several π_old: one list for each side of each bound.
 
     Bounds at two π_old count as one if the weight is 0 on the same sides of both, and
     as many such bounds lie below them.
     """
     reads_mu = case.objective.reads_mu
     tokens_of: dict[tuple[Any, ...], list[tuple[float, float, float]]] = {}
-    for mu in np.geomspace(0.02, 0.6, 8 if reads_mu else 24).tolist():
+    # bounds that depend on π_old are slow to find
+    count = 8 if reads_mu else 24
+    for mu in np.geomspace(0.02, 0.6, count).tolist():
+        # how many bounds so far have a weight on the same sides
         bounds_like_it: Counter[tuple[bool, ...]] = Counter()
         mu_of_bounds = mu if reads_mu else USUAL_MU
         for bound in breakpoints(case.objective, A, mu_of_bounds, **case.hp_without_kl):
             ratios = bound * (1 - BESIDE_BOUND), bound * (1 + BESIDE_BOUND)
             has_weight = tuple((weight(ratios, A, mu) != 0).tolist())
             bounds_like_it[has_weight] += 1
+            same_bound = has_weight, bounds_like_it[has_weight]
             for side, r in enumerate(ratios):
                 if mu * r < LIKELIEST:
-                    key = (side, has_weight, bounds_like_it[has_weight])
-                    tokens_of.setdefault(key, []).append((A, mu, r))
+                    tokens_of.setdefault((side, *same_bound), []).append((A, mu, r))
     yield from tokens_of.values()
 
 
