@@ -463,6 +463,11 @@ def _handed_over(
 ) -> tuple[str, list[str], str]:
     """Write the arguments of a wrapper's call.
 
+    Args:
+        main: the roles that the function must have.
+        every: its arguments; none where they are not known.
+        roles: argument -> role, of those that have one; two may have the same one.
+
     Returns:
         The arguments as code, what the wrapper takes beside the main roles, and what the
         user has to correct, in words.
@@ -476,12 +481,14 @@ def _handed_over(
         return "...", [], ""
     if any(p.name in CONTAINERS for p in required):
         return _in_containers(required, roles)
+    # the roles that one argument alone has; the others are missing
     alone = {p: r for p, r in roles.items() if list(roles.values()).count(r) == 1}
     missing = [r for r in main if r not in alone.values()]
     unknown = [p.name for p in required if p.name not in alone]
     free = [p for p in unknown if not not_given(p)]
     if missing == ["mask"]:
         free = [p for p in free if may_be_mask(p)]
+    # the missing roles go to the arguments that may have one, in order
     pairs = dict(zip(free, missing, strict=False)) if len(free) >= len(missing) else {}
     takes_no_mask = (
         "mask" in missing

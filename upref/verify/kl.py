@@ -125,6 +125,7 @@ class KlCase:
                 return fault.cause
             part = ("value", "gradient")[which]
             return Cause(f"by the {part} alone: {fault.words}", (fault.id,))
+        # the factor of one token, and then the constant of one, if all have the same
         expected, found, _ = self.differences(NEAR[-1:], which)
         factor = found.item() / expected.item()
         if same(self.term, lambda lp, ref: factor * self.formula(lp, ref), tol=tol):

@@ -527,7 +527,18 @@ def _prove_losses(
     seconds: float,
 ) -> Proof:
     """Compare two losses; where they differ only for advantages that differ within a
-    response, prove them for one advantage per response.
+    response, prove them for one advantage per response, with a remark.
+
+    Args:
+        loss: as read.
+        other: the reference, as a loss.
+        objective: the reference as an objective; None where it is another loss.
+        words: the reference, in words.
+        rows, columns: the largest batch.
+        seconds: the limit of CPU time.
+
+    Raises:
+        InputError: they differ, and the policies of the loss were read by position alone.
     """
     reads = _optional_reads(loss, other, objective)
     among = sizes_up_to(rows, columns, _reads_prompts(loss, objective))

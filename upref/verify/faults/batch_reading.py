@@ -587,9 +587,11 @@ def reweighted(case: LossCase) -> Iterator[LossFault]:
             id="constant-added-to-advantages",
             view=lambda batch: batch.but(adv=batch.adv + constant),
         )
+    # where π_old + added divides, a weight is π_old / (π_old + added) times the right one
     added = common_value(((1 / ratio - 1) * batch.logp_old.exp())[use])
     if added is not None and added > 0:
         yield _added_to_old_probability(float(f"{added:.6g}"))
+    # at r = 1 the derivative of exp(k log r) by log π_θ is k
     multiple = common_value(ratio[use]) if _has_ratio(case, batch) else None
     if multiple is not None and multiple > 0 and not math.isclose(multiple, 1):
         yield _factor_on_log_ratio(case, multiple)
@@ -604,6 +606,7 @@ def reweighted(case: LossCase) -> Iterator[LossFault]:
 
     of_bonus = _slope_of_bonus(batch)
     rest = found - weights_without_bonus(batch)
+    # the coefficient of the bonus, by least squares
     c = float((rest * of_bonus).nan_to_num().sum() / (of_bonus**2).sum())
     yield fault(
         f"{c:.5g} times -π log π of the sampled token is added to J, which is not the entropy",
