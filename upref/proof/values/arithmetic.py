@@ -162,8 +162,9 @@ class Arithmetic(Points):
 
     def _join(self, a: Monomial, b: Monomial) -> tuple[Monomial, int | None]:
         """Return the product of two monomials, and a value that is to be multiplied
-        with it: what became of two choices by one condition, or of a value times its
-        inverse.
+        with it: what became of two choices by one condition, of a root to a power, or
+        of a value times its inverse. None in its place where nothing is left to
+        multiply.
         """
         if not a:
             return b, None
