@@ -77,7 +77,7 @@ def is_clip_width(name: str) -> bool:
 
 
 def _no_weight(*_: Any, **__: Any) -> None:
-    """Raise InputError: stand for a closed form that nobody has attached yet."""
+    """Raise InputError, in place of a closed form that is not attached yet."""
     raise InputError(
         "this objective has no closed-form weight yet: attach one with @NAME.with_weight."
     )

@@ -329,7 +329,7 @@ class Lifted:
 
     def _over(self, value: int, axis: str) -> int:
         """Return the sum of a value over one axis, term by term. Factors that do not
-        vary along the axis stand in front of the sum.
+        vary along the axis are taken out of the sum.
 
         Args:
             value: an id.

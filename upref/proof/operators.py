@@ -377,7 +377,7 @@ def _one(o: Operation) -> Tensor:
 
 @rule("empty_like new_empty empty_strided new_empty_strided")
 def _empty(o: Operation) -> Tensor | None:
-    """Write no ids: nobody has set these numbers."""
+    """Write no ids: these numbers are not set yet."""
     return None
 
 

@@ -126,8 +126,8 @@ class RewardDomain(Domain):
     """The variables of a batch of rewards: they stand in the place of the advantages."""
 
     def __post_init__(self) -> None:
-        """Make the ids of the rewards, [N, 1], in the place of advantages: variables
-        and numbers.
+        """Make the ids of the rewards, [N, 1], in place of advantages: variables and
+        numbers.
         """
         v = self.values
         ids = [

@@ -427,7 +427,7 @@ def _move_list(x: Any, longer: bool) -> Callable[[], object]:
     entries = list(x)
 
     def fill(with_entries: list[Any]) -> None:
-        """Put these entries in the place of all."""
+        """Replace all entries by these."""
         x.clear()
         x.extend(with_entries)
 

@@ -229,7 +229,7 @@ def locate(fed: Sequence[list[int]], row: Row) -> tuple[int, int] | None:
     """
     for n, sequence in enumerate(fed):
         if (offset := text_of(sequence).find(text_of(row.ids))) >= 0:
-            # a space stands in front of each token, and `offset` is that of the first
+            # a space precedes each token, and `offset` is that of the row's first one
             return n, text_of(sequence)[:offset].count(" ")
     return None
 
