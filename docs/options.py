@@ -101,7 +101,9 @@ def _short(section: str) -> str:
     that every option of the framework has.
     """
     shown = section.removeprefix("SkyRLTrainConfig").removeprefix(".")
-    return "" if shown in ("", "GRPOConfig", "train_ppo_ray") else f"{shown}."
+    if shown in ("", "GRPOConfig", "train_ppo_ray"):  # of SkyRL, TRL and OpenRLHF
+        return ""
+    return f"{shown}."
 
 
 def _by_reason(reason_of: Mapping[str, str]) -> list[str]:

@@ -232,14 +232,19 @@ def _counts(task: Task, pi: Tensor, adv: str, G: int) -> Rows:
     R = task.reward.long()
     K = torch.arange(G) + R[:, None]  # [N, G]: right ones in all
     table = A[:, R[:, None].expand(N, G), K]
-    weight = pi[..., None] * peers / P.shape[1]
+    weight = pi[..., None] * peers / P.shape[1]  # prompts are equally frequent
     policy, response = torch.arange(S)[:, None, None], torch.arange(N)[:, None]
 
     def flat(x: Tensor) -> Tensor:
         """Return one number per policy, response and count of right peers."""
         return x.expand(S, N, G).reshape(-1)
 
-    return Rows(flat(policy), flat(response), flat(table), flat(weight))
+    return Rows(
+        policy=flat(policy),
+        response=flat(response),
+        A=flat(table),
+        weight=flat(weight),
+    )
 
 
 def _infinite(task: Task, pi: Tensor, adv: str) -> Rows:

@@ -115,7 +115,6 @@ def drawn(
     *,
     lr: float,
     k: int,
-    adv: str | None = None,
     watch: Callable[[Tensor], object] = lambda g: None,
     **hp,
 ) -> Tensor:
@@ -128,14 +127,13 @@ def drawn(
         groups: [M, G], indices of responses to one prompt; one policy each.
         lr: learning rate.
         k: epochs.
-        adv: an advantage estimator instead of the objective's own.
         watch: called with the gradient of each epoch.
         **hp: hyperparameters of the objective.
     """
     M, G = groups.shape
     start = theta.expand(M, *theta.shape[1:])
     policy = torch.arange(M)[:, None].expand(M, G).reshape(-1)
-    A = advantages.get(adv or objective.adv)(task.reward[groups].reshape(-1), policy)
+    A = advantages.get(objective.adv)(task.reward[groups].reshape(-1), policy)
     rows = Rows(
         policy=policy,
         response=groups.reshape(-1),
