@@ -264,12 +264,14 @@ def trl_memory() -> str:
 
 
 def benchmarks() -> str:
-    """Return a section for each benchmark: what it measures, and what it printed."""
+    """Return a section for each benchmark that prints lines: what it measures, and what
+    it printed.
+    """
     out = []
     for file in sorted((ROOT / "benchmarks").glob("*.json")):
         printed = record.read(file)[0]
         if not isinstance(printed.rows, list):
-            continue  # docs.steps has it
+            continue  # a table by name, which another function shows
         named = re.search(r"-m benchmarks\.(\w+)", printed.command)
         source = ROOT / f"benchmarks/{named[1] if named else file.stem}.py"
         what = "The program that printed this is in the history."

@@ -100,11 +100,10 @@ def run(
         asked[kind] = sorted({x for c in claims for x in getattr(c, kind)})
     jobs: list[Future] = []
     with ThreadPoolExecutor(2) as pool, _ended(jobs):
+        # one by one: where an interrupt comes between, `_ended` has those before it
         jobs += [pool.submit(derivations, asked["derivations"], root)]
-        jobs += [
-            pool.submit(tests, asked["tests"], root),
-            pool.submit(mini, asked["mini"], root),
-        ]
+        jobs += [pool.submit(tests, asked["tests"], root)]
+        jobs += [pool.submit(mini, asked["mini"], root)]
         jobs += [pool.submit(exact, asked["exact"], root)]
         found = {k: v for job in jobs for k, v in job.result().items()}
     tex = paper()

@@ -119,11 +119,10 @@ def build(recipe: Recipe, say: Callable[[str], object] = print) -> PreTrainedMod
         say: called with a line every 100 steps.
     """
     task = tasks.get(recipe.task)
-    model = (
-        load(recipe.start, recipe.task)
-        if recipe.start
-        else models.new(recipe.policy, task)
-    )
+    if recipe.start:
+        model = load(recipe.start, recipe.task)
+    else:
+        model = models.new(recipe.policy, task)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.lr, weight_decay=0.01, fused=True
     )
