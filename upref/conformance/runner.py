@@ -164,7 +164,9 @@ def run(
     errors_of_adapter: list[Exception] = []
 
     def could_not_run(reason: str, error: Exception | None = None) -> Outcome:
-        """Return the outcome COULD_NOT_RUN, with the traceback of the error if given."""
+        """Return the outcome COULD_NOT_RUN, with the settings and the time so far, and
+        the traceback of the error if one is given.
+        """
         trace_text = "" if error is None else _traceback_from_adapter(error)
         seconds = time.process_time() - start
         return Outcome(

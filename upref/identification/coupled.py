@@ -92,7 +92,7 @@ def _match_of(subject: Subject, objective: Objective, answers: Answers) -> Match
 
 def _is_determined(case: LossCase, key: str, answers: Answers) -> bool:
     """Tell whether the weights on these batches differ at a larger and at a smaller
-    value of the hyperparameter; False for beta and for one that is off.
+    value of the hyperparameter; of 0, at 1 alone. False for beta and for None.
     """
     value = case.hp[key]
     if key == "beta" or value is None:

@@ -275,8 +275,10 @@ def make_run(rows: Iterable[Mapping[str, float]], *, file: str, name: str = "") 
     Returns:
         The run, in the order of the steps; in that of the rows where several columns
         count the steps. Of two numbers for one step, the last one counts, and
-        `repeated` has the step.
+        `repeated` has the step. Columns of STEPS are left out. NaN and infinity become
+        NaN, and `not_finite` has their steps.
     """
+    # (column that counts the steps, step) -> its numbers by name
     joined: dict[tuple[str, float], dict[str, float]] = {}
     repeated: dict[str, list[float]] = {}
     for number, row in enumerate(rows):

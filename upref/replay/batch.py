@@ -94,7 +94,9 @@ def make_batch(columns: Mapping[str, Any], *, file: str, **facts: Any) -> Record
 
 
 def _check_counts(logged: Mapping[str, float], file: str) -> None:
-    """Raise InputError where a count of the step could not divide its loss."""
+    """Raise InputError where a count of COUNTS is there and could not divide the loss
+    of the step: it is not finite, or not above 0.
+    """
     for name in COUNTS:
         value = logged.get(name, 1.0)
         if not (value > 0 and math.isfinite(value)):

@@ -607,16 +607,17 @@ def random_batch(
     one_adv: bool = False,
     shape: tuple[int, int] | None = None,
 ) -> Rollouts:
-    """Draw a batch: ragged masks with holes, ratios near 1 and far, a few zero
-    advantages, groups or none.
+    """Draw a batch: ragged masks with holes, ratios near 1 and far, groups of about two
+    or none. A tenth of the responses has A = 0 throughout.
 
     Args:
         rng: draws everything.
         one_adv: one advantage for each response.
-        shape: responses and columns; None: drawn too.
+        shape: responses and columns; None: drawn too, 2 to 6 and 1 to 8.
 
     Returns:
-        A batch in float64.
+        A batch in float64. Each response has a token; masked slots hold ordinary
+        numbers.
     """
     B, T = shape or (int(rng.integers(2, 7)), int(rng.integers(1, 9)))
     mask = rng.random((B, T)) < rng.choice([0.3, 0.8, 1.0])
@@ -866,7 +867,8 @@ def typical_batch() -> Rollouts:
     π_old is above 0.9 for half of the tokens and has a long tail; log r has a standard
     deviation of 0.15 (1 - π_old), log π_θ - log π_ref of 0.3 (1 - π_old). Each prompt
     has at least one right and one wrong response; A is group-normalized. A tenth of the
-    responses has a tool's answer inside, which is masked.
+    responses has a tool's answer inside, which is masked. The batch is made once in a
+    process: do not write to its tensors.
 
     Returns:
         Rollouts [128, 160] in float64: 16 prompts with 8 responses of 8 to 160 tokens.
@@ -892,12 +894,15 @@ def typical_batch() -> Rollouts:
         & (slot >= length[:, None] // 3)
         & (slot < length[:, None] // 2)
     )
+    # minus an exponential number of mean 4, times the fourth power of a uniform one
     lp_old = -(4 * rand(G * n, T).clamp(min=1e-12).log().neg()) * rand(G * n, T) ** 4
-    open_ = 1 - lp_old.exp()
-    lp = (lp_old + 0.15 * open_ * normal(G * n, T)).clamp(max=-1e-9)
-    ref = (lp + 0.3 * open_ * normal(G * n, T)).clamp(max=-1e-9)
+    uncertainty = 1 - lp_old.exp()
+    lp = (lp_old + 0.15 * uncertainty * normal(G * n, T)).clamp(max=-1e-9)
+    ref = (lp + 0.3 * uncertainty * normal(G * n, T)).clamp(max=-1e-9)
+    # each prompt has a pass rate of 0.1 to 0.9
     right = rand(G, n) < (0.1 + 0.8 * rand(G))[:, None]
-    right[:, 0], right[:, 1] = True, False
+    right[:, 0] = True
+    right[:, 1] = False
     group = torch.arange(G).repeat_interleave(n)
     adv = group_norm(right.double().flatten(), group)[:, None].expand(-1, T)
     return Rollouts(lp, lp_old, adv, mask & ~tool, group, logp_ref=ref)

@@ -90,7 +90,7 @@ LETTERS: dict[str, tuple[str, str, float, float]] = {
 
 @cache
 def formulas() -> dict[str, dict[str, Any]]:
-    """Make the records of all objectives that the page can draw.
+    """Make the records of all objectives that the page can draw, once in a process.
 
     Returns:
         Name -> record: of every registered objective that sympy reads, and of UP of
