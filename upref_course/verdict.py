@@ -200,8 +200,8 @@ def equal(one: ValueAndGradient, other: ValueAndGradient) -> bool:
 
 
 def _same(x: Any, y: Any) -> bool:
-    """Return whether two answers are equal: numbers within TOL, and a text or None, which
-    no tensor can hold, exactly.
+    """Return whether two answers are equal: numbers within TOL and of one shape,
+    without axes of length 1; and a text or None, which no tensor can hold, exactly.
     """
     if isinstance(x, str) or isinstance(y, str) or x is None or y is None:
         return x is y or x == y

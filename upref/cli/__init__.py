@@ -120,8 +120,8 @@ def _run_one(args: argparse.Namespace) -> int:
 
 
 def _refused(args: argparse.Namespace) -> tuple[int, str]:
-    """Return exit status 2 and a sentence where the words are wrong, else 0, before
-    anything heavy is imported.
+    """Return exit status 2 and a sentence where the words are wrong, else 0 and "",
+    before anything heavy is imported.
     """
 
     def refuse() -> int:

@@ -381,8 +381,9 @@ def _json_object(name: str, written: dict[str, str], path: Path) -> dict[str, An
 
 # ---- writing -------------------------------------------------------------------------
 def write(path: str | Path, batch: RecordedBatch) -> None:
-    """Write a batch as `.npz` of docs/dump.md: ragged, floats in float32, ids in int32.
-    The file holds users' texts.
+    """Write a batch as `.npz` of docs/dump.md: ragged, floats in float32, ids in int32,
+    without the padding at the end of each response. An older file of that name is
+    replaced. The file holds users' texts.
 
     Args:
         path: the file, which ends in .npz. Its folder must exist.

@@ -144,7 +144,9 @@ class Watch:
         keep: str = "all",
         known: bool = False,
     ) -> None:
-        """Resolve the objective as it was run, and begin without failures."""
+        """Resolve the objective as it was run, and begin without failures; InputError
+        where a word, the objective or a hyperparameter does not exist.
+        """
         expect_choices(on_fail, keep)
         self.objective = objective_as_run(objective, hp)
         self.objective.resolve(hp)
