@@ -503,7 +503,8 @@ def _div(o: Operation) -> Tensor:
 
 def _quotient(o: Operation, x: int, y: int) -> int:
     """Return x / y. A divisor that varies must not be 0. By the number 0, 0 becomes NaN
-    and x infinite, with its sign; the trace stops where x has no known sign.
+    and any other x infinite, with its sign; an x that is infinite or NaN becomes
+    infinity. The trace stops where x has no known sign.
     """
     v = o.values
     if y == v.zero:

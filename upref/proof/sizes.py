@@ -74,11 +74,11 @@ class Sizes:
 
     def add(self, number: Any, line: str) -> None:
         """Note a number with which a size is compared, unless it is no number, at most
-        SMALLEST, or larger than any size.
+        SMALLEST, larger than any size, or compared outside of the user's lines.
 
         Args:
             number: it.
-            line: of the user's code.
+            line: of the user's code; "" where none runs.
         """
         if isinstance(number, bool) or not isinstance(number, int | float):
             return
