@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import check, speed, tests as seconds
+from benchmarks import speed, tests as seconds
 from benchmarks.gpu import keep, limits, place
 from docs import gpu, record
 from tests import conftest
@@ -21,13 +21,6 @@ from tests import conftest
 ROOT = Path(__file__).parents[2]
 
 NEED = "`repro/venv.sh verl trl` installs what it is compared with"
-
-
-def test_the_start_of_the_command_is_measured():
-    """It asked for a module that is not there, so that the whole benchmark ended
-    without its last table.
-    """
-    assert 0 < check.starting() < 60
 
 
 @pytest.mark.verl
@@ -71,7 +64,6 @@ def test_the_rows_of_a_gpu_run_name_no_folder_of_the_machine(tmp_path):
 # each benchmark at its smallest: what follows its name, and the exit statuses that a
 # busy machine may have
 COMMANDS: dict[str, tuple[str, set[int]]] = {
-    "check": ("", {0, 1}),  # 1: slower than a limit
     "gpu": ("--out {folder} --trial kernels-11 steps-7", {0}),
     "hidden": ("--quick accuracy memory", {0}),
     "startup": ("--rounds 1 list", {0}),
