@@ -324,7 +324,8 @@ def largest_difference(x, y):
 
 def errors(N, V, who):
     """Print the largest errors of each function's log-probs, entropy and dW against
-    float64; those of dW relative to its largest element.
+    float64; those of dW relative to its largest element. Of a function without entropy
+    only the log-probs are compared: `step` has another loss for it.
     """
     print(
         f"\nLargest error against float64; N = {N}, V = {V}, float32; dW relative to its largest element"

@@ -98,7 +98,8 @@ class Padded(NamedTuple):
 
 
 def padded(rows: list, device: torch.device) -> Padded:
-    """Pad rows to one width on the right, with token 2.
+    """Pad rows to one width on the right, with token 2. `mask` and `old` begin at the
+    second token, as log-probabilities do.
 
     Args:
         rows: of upref.

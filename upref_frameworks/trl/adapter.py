@@ -302,7 +302,8 @@ def make_trainer(
     **more: Any,
 ) -> Any:
     """Make TRL's trainer, with a tokenizer of single words; on a CPU where the fields
-    do not say otherwise.
+    do not say otherwise. With beta, the reference model is saved in the folder, and
+    `model` takes its path as its name.
 
     Args:
         model: a small causal language model of transformers.
