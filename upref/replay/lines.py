@@ -293,8 +293,8 @@ def summary_line(batch: RecordedBatch) -> str:
 
 
 def _step_lines(s: StepChecks, unused: tuple[str, ...]) -> Iterator[str]:
-    """Yield the lines of one step: findings, and of a check without findings its sizes.
-    Checks that failed come first.
+    """Yield the lines of one step: of each check its findings, its sizes and what
+    agrees. Checks that failed come first, and a finding on the column old last.
 
     Args:
         s: the step.

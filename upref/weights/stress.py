@@ -706,12 +706,14 @@ def _with_zero_entropies(
 def _ids_of_kinds(
     id_kind: np.ndarray, ids: tuple[str, ...], is_by_prompt: bool
 ) -> Tensor:
-    """Return group ids, [B], of which every one is of several responses.
+    """Return group ids, [B]: the responses of each kind of ids are those of three
+    prompts, which come in turns.
 
     Args:
         id_kind: of each response: 0 for a plain id, k for the k-th of `ids`.
         ids: kinds of ids, names of NAMED.
-        is_by_prompt: whether the three prompts of a kind come one after the other.
+        is_by_prompt: whether the three prompts of a kind come one after the other, and
+            not in turns.
     """
     kind_count = len(ids) + 1
     is_of_kind = id_kind[:, None] == np.arange(kind_count)
