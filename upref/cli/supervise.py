@@ -205,8 +205,8 @@ def _run_in_child(
     """Do the work, send the report, and end the process without anything that the loss
     has left for its end.
 
-    The report is one line: the token and a JSON list. Its exit status is always 2: the
-    parent reads the verdict from the report alone.
+    The report is one line: the token and a JSON list. The exit status of the process is
+    always 2: the parent reads the verdict from the report alone.
 
     Args:
         work: what this child does.

@@ -477,7 +477,8 @@ def _compare(
 
 def _differ(case: Case, ends: Sequence[Outcome], steps: Sequence[list[Step]]) -> bool:
     """Tell whether what two adapters made of a case differs. Where both agree with the
-    objective, only a distance above LARGEST_ROUNDING does; else one above SAME.
+    objective, only a distance above LARGEST_ROUNDING does, and in a case that is compared
+    through the objective nothing does. Elsewhere a distance above SAME does.
     """
     both_agree = all(end.status is Status.PASSED for end in ends)
     if both_agree and _is_through_objective(case):

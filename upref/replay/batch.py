@@ -110,7 +110,8 @@ def merge(parts: Sequence[RecordedBatch]) -> RecordedBatch:
 
     A column that some of them lack is dropped, and `dropped` names one of these files.
     Without the column rank, each file counts as a rank. Where the files log different
-    numbers, all logged numbers are dropped, and `meta` says which differ.
+    numbers, all logged numbers are dropped, and where a loss is among them, `meta` says
+    which differ.
 
     Args:
         parts: of one step; at least one.

@@ -113,8 +113,10 @@ def gap(batch: RecordedBatch) -> Gap:
 
     Returns:
         The Gap of the columns without what was undone. It is false where a cause was
-        undone, where tokens train that the sampler did not draw, and where its column
-        does not hold the log-probability of each token.
+        undone, unless that is the note "zero"; where tokens train that the sampler did
+        not draw; where each response has one number for all its tokens; and where
+        numbers of the sampler are above 0. A column of zeros, a copy, and one number
+        for the whole step are notes.
 
     Raises:
         InputError: a column is missing.

@@ -40,7 +40,7 @@ def find_shift(c: Columns) -> Undone | None:
     Returns:
         The cause, with the shift undone, of the shift in SHIFTS that explains the most
         responses. None where no shift explains the distance of enough of them. Tokens
-        at the end of a row to which nothing moves are left out of the mask.
+        to which no number of a trained token moves are left out of the mask.
     """
     distances = c.row_distance()
     is_long_enough = c.mask.sum(1) >= ROW_TOKENS
@@ -305,8 +305,8 @@ def _with_columns_of(c: Columns, rows: Tensor, source: Tensor) -> Columns:
 
 def _from_first_trained(c: Columns, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return trainer, sampler and mask of these rows from their first trained token on,
-    [rows, PREFIX] or, in a narrower batch, [rows, T]. Slots beyond the row are 0 and
-    masked.
+    [rows, PREFIX] or, in a narrower batch, [rows, T]. Slots beyond the row are masked,
+    and 0 in the sampler's column.
     """
     first = c.mask[rows].int().argmax(1)
     width = min(PREFIX, c.mask.shape[1])

@@ -32,7 +32,7 @@ def load(target: str) -> Callable[..., Any]:
 
     Args:
         target: package.module:function or FILE.py:function; the function may be an
-            attribute of one, as in a.b.
+            attribute of an object there, as in a.b.
 
     Raises:
         InputError: there is none of this name, it is not callable, or its file does not

@@ -177,9 +177,8 @@ def rejected_by_ratio(case: LossCase) -> Iterator[LossFault]:
         """
         places = range(start, len(LOG_RATIOS) if step > 0 else -1, step)
         lost = next((n for n in places if is_lost[n]), None)
-        if (
-            lost is None or lost == start
-        ):  # a token with a ratio near 1 is never rejected
+        # a token with a ratio near 1 is never rejected
+        if lost is None or lost == start:
             return 0.0 if step < 0 else math.inf
         found = bisected(is_lost_at, LOG_RATIOS[lost - step], LOG_RATIOS[lost])
         return float(f"{math.exp(found):.6g}")

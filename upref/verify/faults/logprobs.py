@@ -643,8 +643,9 @@ PLAIN = (
 
 def known(problem: Problem) -> Iterator[LogprobFault]:
     """Yield all known faults, in the order in which they are tried: PLAIN first, then the
-    sizes of tiles, the largest first. Those of code that cuts the vocabulary or the tokens
-    into tiles have the sizes that cut this problem.
+    sizes of tiles, the largest first, and last the sums over the largest logits alone.
+    Those of code that cuts the vocabulary or the tokens into tiles have the sizes that cut
+    this problem.
     """
     yield from PLAIN
     V = _vocabulary_size(problem)
