@@ -242,6 +242,7 @@ class AdvantageCase:
             return not has_new_lone_response and self.fails(fewer)
 
         rows = list(range(len(batch.R)))
+        # whole groups are tried first, then runs of rows from the end, ever shorter
         drops = [batch.rows_of(group_id) for group_id in dict.fromkeys(batch.group)]
         if not self.function.groups_are_contiguous:
             drops += [

@@ -695,6 +695,7 @@ def _sum_in_bfloat16(problem: Problem, done: KernelOutcome, exact: Tensor) -> st
     sampled = torch.nn.functional.one_hot(problem.tokens.flatten())
     dlogits = sampled - probabilities
     found = done.numbers["gradient of weight"]
+    # tokens added at a time -> how far the dW that this gives is from the one found
     distances = {}
     for count in (2**k for k in range(11)):
         total = torch.zeros_like(exact, dtype=torch.bfloat16)
@@ -702,6 +703,7 @@ def _sum_in_bfloat16(problem: Problem, done: KernelOutcome, exact: Tensor) -> st
             total += (u.T @ v).bfloat16()
         distances[count] = (found - total.double()).abs().max().item()
     nearest = min(distances, key=distances.__getitem__)
+    # a sum that leaves at most this part of the error is taken to explain it
     if distances[nearest] <= 0.35 * (found - exact).abs().max():
         plural = "s" if nearest > 1 else ""
         return f"dW is added up in bfloat16, {nearest} token{plural} at a time"

@@ -246,15 +246,13 @@ def loss_scale(case: LossCase) -> list[Finding]:
         loss_gradient = loss.ask("gradient_by_input", batch, "logp", factor)
         if loss_gradient is None:
             return []
-        if (
-            gradient_distance(
-                -loss_gradient,
-                factor * gradient,
-                batch.mask & gradient.isfinite(),
-                case.allowed_error(1e-7),
-            ).max()
-            > 0
-        ):
+        distances = gradient_distance(
+            -loss_gradient,
+            factor * gradient,
+            batch.mask & gradient.isfinite(),
+            case.allowed_error(1e-7),
+        )
+        if distances.max() > 0:
             return [_finding_of_scale(case, batch, factor, words, purpose)]
     return []
 
