@@ -193,7 +193,8 @@ class Candidate:
         )
 
     def effective_hp(self) -> dict[str, Any]:
-        """Return the hyperparameters that have an effect on the weights here.
+        """Return the hyperparameters that have an effect on the weights here, and those
+        that are None.
 
         Returns:
             Their values by name.

@@ -139,7 +139,9 @@ class BlackBox:
             at_once = 1 if self.batch_coupled else AT_ONCE
             return in_parts(weights_in_one_batch, at_once, r, A, mu)
 
-        curve = Curve(self.loss.name, weight, True, batch_coupled=self.batch_coupled)
+        curve = Curve(
+            self.loss.name, weight, reads_mu=True, batch_coupled=self.batch_coupled
+        )
         if self.case.single:
             return curve.in_float32()
         return replace(curve, floor=100 * self.case.tol)

@@ -500,11 +500,11 @@ def compare_few_losses(
         gradient_of(loss),
         gradient_of(seeing),
         (*FEW, *FEW_PROMPTS) if with_prompts else FEW,
-        one_per_response or _may_have_one(objective),
-        optional,
-        seconds,
-        objective.level == "sequence_mean",
-        WITHIN_CHECK,
+        per_response=one_per_response or _may_have_one(objective),
+        reads=optional,
+        seconds=seconds,
+        bounds_mean=objective.level == "sequence_mean",
+        limits=WITHIN_CHECK,
     )
 
 
@@ -546,12 +546,26 @@ def _prove_losses(
     per_response = _has_one_per_response(loss, objective)
     of_responses = objective is not None and objective.level == "sequence_mean"
     found = compare(
-        function, reference, among, per_response, reads, seconds, of_responses
+        function,
+        reference,
+        among,
+        per_response=per_response,
+        reads=reads,
+        seconds=seconds,
+        bounds_mean=of_responses,
     )
     remarks: tuple[str, ...] = ()
     if found.status == "differs" and not per_response and _may_have_one(objective):
         left = max(1.0, seconds - found.seconds)
-        again = compare(function, reference, among, True, reads, left, of_responses)
+        again = compare(
+            function,
+            reference,
+            among,
+            per_response=True,
+            reads=reads,
+            seconds=left,
+            bounds_mean=of_responses,
+        )
         if again.status == "proved":
             remarks = (
                 "with advantages that differ within a response it is another loss: "
@@ -818,7 +832,15 @@ def prove_kl(
 def _prove_terms(
     term: Term, known: Term, name: str, rows: int, columns: int, seconds: float
 ) -> Proof:
-    """Compare the values and gradients of two KL estimators."""
+    """Compare the values and gradients of two KL estimators.
+
+    Args:
+        term: the estimator.
+        known: the reference.
+        name: of the reference.
+        rows, columns: the largest batch; every token of a batch is trained.
+        seconds: the limit of CPU time.
+    """
     among = [
         Pattern(((True,) * t,) * b) for b, t in ((1, 1), (1, columns), (rows, columns))
     ]
@@ -827,9 +849,9 @@ def _prove_terms(
         of_term,
         of_known,
         list(dict.fromkeys(among)),
-        False,
-        {"logp_ref"},
-        seconds,
+        per_response=False,
+        reads={"logp_ref"},
+        seconds=seconds,
         differs=is_different_anywhere,
     )
     proof = _report(term.name, str(term.reading), name, found, ())

@@ -445,7 +445,9 @@ def read(fn: Any, estimator: str, hp: Mapping[str, Any]) -> Function:
         roles = {p: r for p, r in reading.roles.items() if p not in optional_sizes}
         reading = replace(reading, roles=roles)
     kinds = _kinds(all_parameters, reading)
-    function = Function(name, fn, reading, settings, False, kinds, kinds[0])
+    function = Function(
+        name, fn, reading, settings, takes_matrix=False, kinds=kinds, kind=kinds[0]
+    )
     # an estimator of groups that reads no groups must find them in the shape
     takes_matrix = (
         estimator not in UNGROUPED

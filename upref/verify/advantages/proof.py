@@ -132,9 +132,9 @@ def _proved(
         advantages_of(function.on_tensor),
         advantages_of(reference),
         among,
-        True,
-        (),
-        seconds,
+        per_response=True,
+        reads=(),
+        seconds=seconds,
         differs=is_different,
         domain_of=RewardDomain,
     )

@@ -636,8 +636,8 @@ def equal_length_faults(case: LossCase) -> Iterator[LossFault]:
     """
 
     def over_width(batch: Rollouts, least_rows: int) -> Tensor:
-        """Return the factor that is divided by T where all lengths are equal and there are
-        at least so many rows, and the objective's own elsewhere.
+        """Return the objective's own factor, with the padded width in place of the length
+        where all lengths are equal and there are at least so many rows.
         """
         lengths = _length(batch)
         is_equal = bool((lengths == lengths[:1]).all()) and len(lengths) >= least_rows

@@ -234,15 +234,15 @@ def _with_errors(
     return settings["scale"] * combine(V - R, near - R)
 
 
-def _larger_in_sum(of_responses: bool, inputs: Inputs, settings: Settings) -> Tensor:
+def _larger_in_sum(inputs: Inputs, settings: Settings, *, of_responses: bool) -> Tensor:
     """Return the squared errors of the value or those of the clipped value, whichever are
     larger in sum, times the scale, [B, T].
 
     Args:
-        of_responses: whether the sums of each response are compared, or those of the
-            batch.
         inputs: tensors by role.
         settings: clip, scale and agg.
+        of_responses: whether the sums of each response are compared, or those of the
+            batch.
     """
     errors = _with_errors(lambda e, near: e**2, inputs, settings)
     near = _with_errors(lambda e, near: near**2, inputs, settings)
@@ -336,12 +336,12 @@ def _words(name: str) -> Iterator[tuple[str, str, PerToken]]:
         yield (
             "the maximum is taken after the sum: the larger of the two sums counts, not the larger error of each token",
             "value-maximum-of-sums",
-            partial(_larger_in_sum, False),
+            partial(_larger_in_sum, of_responses=False),
         )
         yield (
             "the maximum is taken of the two sums of each response, not of each token",
             "value-maximum-of-sums",
-            partial(_larger_in_sum, True),
+            partial(_larger_in_sum, of_responses=True),
         )
         yield (
             "the two errors are averaged, not the larger taken",

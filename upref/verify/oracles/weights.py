@@ -418,7 +418,8 @@ COUPLED = (
 
 def _coupling(case: LossCase, compared: MeasuredWeights) -> Cause:
     """Return how the weights within a response change where it is alone in its batch;
-    no cause where one factor explains it, as a denominator does.
+    no cause where one factor explains it, as a denominator does. At most ROWS_ALONE
+    responses are tried.
 
     Args:
         case: the loss and its objective.
