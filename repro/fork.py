@@ -104,8 +104,8 @@ def ask(arguments: list[str]) -> int:
     """Ask for a fork with these arguments, wait for its end, and return its exit status
     (1 if that is not known).
 
-    Where there is no forking process, or the first argument is an option of Python
-    beside -c and -m, this process becomes Python itself.
+    Where there is no forking process, or the first argument is missing, "-" or an option
+    of Python beside -c and -m, this process becomes Python itself.
     """
     server = socket.socket(socket.AF_UNIX)
     try:

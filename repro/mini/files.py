@@ -209,11 +209,11 @@ def load_tree(path: Path) -> Any:
         with safe_open(path, "pt") as f:
             tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
             facts = f.metadata()
-            is_now = _digest_of_tree(facts["tree"], tensors)
-            # files from before this digest have none
-            if facts.get("digest", is_now) != is_now:
+            plain = facts["tree"]
+            digest = facts.get("digest")  # files from before it have none
+            if digest is not None and digest != _digest_of_tree(plain, tensors):
                 raise ValueError("its content is not what was written")
-            return _tree(json.loads(facts["tree"]), tensors.__getitem__)
+            return _tree(json.loads(plain), tensors.__getitem__)
     except (
         OSError,
         SafetensorError,

@@ -347,7 +347,7 @@ class Trace:
 
 def _of_type(numbers: list[float], dtype: torch.dtype) -> Tensor:
     """Return numbers as a tensor of a type, [N]: a bool is whether one is above 0, and
-    an integer the nearest that the type can hold.
+    an integer its whole part, within what the type can hold and at most 2^62.
     """
     out = torch.tensor(numbers, dtype=torch.float64)
     if dtype is torch.bool:
