@@ -44,14 +44,15 @@ def executable() -> list[str]:
 
 
 def start(path: str, early: Iterable[str], late: Iterable[str] = ()) -> None:
-    """Start the process that forks.
+    """Start the process that forks. Its environment is this one's without PYTHONPATH and
+    PYTHONSAFEPATH, and has the socket's path.
 
     Args:
         path: of the Unix socket on which it listens.
         early: modules that it imports at once.
         late: modules that it imports when the first fork is asked for.
     """
-    # each fork takes over the path of the process that asks for it
+    # each fork is given PYTHONPATH's folders by the process that asks for it
     own = ("PYTHONPATH", "PYTHONSAFEPATH")
     env = {k: v for k, v in os.environ.items() if k not in own} | {SOCKET: path}
     how = ["fork", ",".join(early), ",".join(late), str(os.getpid())]

@@ -50,7 +50,8 @@ def _load() -> dict[str, Objective]:
 
 def _why_not_imported(file: Path, error: Exception) -> str:
     """Say which file and line of the folder `objectives` does not import, and what to
-    do.
+    do. Of a name that upref.ops lacks, say which ones it has; of wrong syntax, the file
+    may be one that is imported from there.
 
     Args:
         file: the file that was imported.

@@ -70,7 +70,8 @@ def path(
         **hp: hyperparameters of the objective.
 
     Raises:
-        InputError: lr is not above 0 or k is below 0, or there is no such expectation.
+        InputError: lr is not a finite number above 0, k is below 0, or there is no such
+            expectation.
     """
     theta, S = theta.clone(), len(theta)
     lr, k = torch.as_tensor(lr, dtype=F64).expand(S), torch.as_tensor(k).expand(S)

@@ -73,8 +73,8 @@ clipping, averaged over the minibatches of a step; `grad_norm_max`: the largest 
 
 
 def partner(name: str) -> str:
-    """Return the other half of an objective: of up_X and up(X) it is X, of X it is
-    up_X. Where the registry lacks that, it is up(NAME).
+    """Return the other half of an objective: of up(X) it is X; of up_X it is X, and of X
+    it is up_X, or up(NAME) where the registry lacks that.
     """
     if name.startswith("up(") and name.endswith(")"):
         return name[3:-1]

@@ -393,6 +393,7 @@ def test_token_whitening_weighs_a_response_by_its_tokens(ddof):
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e30])
 def test_masked_slots_count_for_nothing_and_return_zero(poison):
+    """whiten_tokens reads the 7 tokens of `ragged`, whatever its 5 masked slots hold."""
     adv = torch.arange(12, dtype=torch.float64).reshape(3, 4)
     got = whiten_tokens(torch.where(ragged, adv, poison), ragged)
     assert torch.equal(got, whiten_tokens(adv, ragged))

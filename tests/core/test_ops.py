@@ -86,7 +86,9 @@ def test_the_three_readers_agree(f):
 
 
 def test_ties_pass_the_whole_gradient():
-    """Eq. 10 counts r = 1 + eps as inside; App. B both ends."""
+    """At a bound the gradient is the one inside: Eq. 10 counts r = 1 + eps as inside, and
+    App. B both ends.
+    """
     for f in (
         lambda x: ops.clip(x, 0, 1),
         lambda x: ops.minimum(x, 1.0),

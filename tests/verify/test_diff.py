@@ -235,8 +235,8 @@ def test_two_clips_of_one_ratio_of_a_response_have_the_same_ratio():
 
 
 def test_two_unknown_ratios_of_responses_are_not_called_the_same():
-    """Two ratios that no known form fits differ in the quantity "ratio", though they
-    print alike.
+    """Two ratios that no known form fits differ in the quantity "ratio". Their words are
+    the same, so that the second is said to be "in another way".
     """
 
     def times_a_power(power):

@@ -344,10 +344,11 @@ def _advantage_lines(advantages: Advantages) -> Iterator[str]:
 
 
 def _loss_lines(loss: LoggedLoss, unused: tuple[str, ...]) -> Iterator[str]:
-    """Yield the findings on the logged loss, and what of it and of dL/dlp agrees.
+    """Yield the first findings on the logged loss, and what of it and of dL/dlp agrees.
+    dL/dlp may agree where the loss does not.
 
     Args:
-        loss: the check of the loss.
+        loss: the check of the loss; `expected` and `gradient` are names of losses.
         unused: hyperparameters of which an agreement says nothing.
     """
     yield from _finding_lines("loss", loss.findings)

@@ -126,10 +126,11 @@ class Attempt:
     run_again: Callable[[], Gradient] | None = None
 
     def findings(self, among: Cause = NO_CAUSE) -> list[Finding]:
-        """Diagnose why its gradient differs.
+        """Diagnose why its gradient differs; call it only where it does.
 
         Args:
-            among: a cause that was found on other rows; only what it names is tried.
+            among: a cause that was found on other rows. Of the causes in token weights
+                and forward passes, only what it names is tried.
 
         Returns:
             Findings, the cause in the first one.

@@ -165,7 +165,8 @@ EXACT = {
 
 
 def words(name: str) -> list[str]:
-    """Split a name into words: `perTokenLogps_2` -> per, token, logps.
+    """Split a name into words: `perTokenLogps_2` -> per, token, logps. Capitals that
+    follow each other are no border: `KLCoef` -> klcoef.
 
     Args:
         name: of an argument.

@@ -29,6 +29,8 @@ from upref.verify.probe import BlackBox, Point, measure, termed
 # hyperparameter -> its smallest and largest value in a search; c <= 1 is no dual clip
 SEARCH_RANGE = {"c": (1 + 1e-9, 1e4), "entropy_quantile": (0.0, 0.99)}
 DEFAULT_RANGE = (1e-9, 1e4)
+# a value that is not between these is near an end: the search ran off
+LEAST_FOUND, MOST_FOUND = 1e-7, 9e3
 HALVINGS = 52  # halvings of the logarithm of the range: to 1e-14
 # A search ends if a larger share of the points disagrees after each hyperparameter was
 # solved for once.
@@ -247,7 +249,10 @@ class HyperparameterSearch:
         return float((errors > self.box.tol).mean()), float(np.minimum(errors, 1).sum())
 
     def explains(self, hp: dict[str, Any], miss: tuple[float, float]) -> bool:
-        """Tell whether hyperparameters explain every point and are not at a limit.
+        """Tell whether hyperparameters explain every point and are possible values.
+
+        One that is not its default, and near an end of the search, was not found. A clip
+        width may be 0.
 
         Args:
             hp: of the objective.
@@ -258,11 +263,12 @@ class HyperparameterSearch:
             for name, value in hp.items()
             if value is not None and value != self.objective.hyperparameters[name]
         )
-        at_limit = any(
-            not 1e-7 < value < 9e3 and not (value == 0 and is_clip_width(name))
+        ran_off = any(
+            not LEAST_FOUND < value < MOST_FOUND
+            and not (value == 0 and is_clip_width(name))
             for name, value in changed
         )
-        return miss[0] == 0 and not at_limit and in_range(self.objective, hp)
+        return miss[0] == 0 and not ran_off and in_range(self.objective, hp)
 
     def matters(self, hp: dict[str, Any], key: str, value: float) -> bool:
         """Tell whether another value of one hyperparameter would change the weights.
@@ -447,6 +453,7 @@ class HyperparameterSearch:
     ) -> Iterator[float | None]:
         """Yield values of one hyperparameter, each of which gives the objective the
         measured weight at one point: at a jump, or where the weight is continuous in it.
+        A jump at a high entropy counts for objectives that read the entropy alone.
         None comes first if it may be absent, then 0 for a clip width if the weight jumps
         at r = 1. A point is left out if both ends of the range are on one side of it.
         """

@@ -3,7 +3,8 @@
 curve, every jump located, and its gradients on batches beside these jumps.
 
 The curve is measured on responses of one token, where token, sequence and trajectory
-ratios are the same number.
+ratios are the same number. Where the weight depends on the entropy, a token of high
+entropy is measured beside another one.
 """
 
 from collections.abc import Iterable
@@ -120,7 +121,8 @@ class BlackBox:
         return weights
 
     def curve(self, high_entropy: bool = False) -> Curve:
-        """Return the weight of one token as a curve.
+        """Return the weight of one token, less that of the KL term, as a curve: it calls the
+        loss when it is asked for points.
 
         Args:
             high_entropy: the token is before another one, of ratio 1 and half the
@@ -428,7 +430,9 @@ def _with_curve(box: BlackBox) -> BlackBox:
     jump_points = [p for p, _ in jumps]
 
     def is_off_bound(point: Point, jump_point: Point) -> bool:
-        """Tell whether a point is on another line than a jump, or not near it."""
+        """Tell whether a point is away from a jump: its ratio is not near, or it differs
+        in the advantage, in the entropy, or in whether π_old is one of MUS.
+        """
         return (point.A, point.mu in MUS, point.high_entropy) != (
             jump_point.A,
             jump_point.mu in MUS,

@@ -49,7 +49,9 @@ Numbers: TypeAlias = float | np.ndarray
 
 @dataclass(frozen=True)
 class Curve:
-    """w(r, A, mu): call it on arrays that broadcast. `make_curve` makes it."""
+    """w(r, A, mu): call it on arrays that broadcast. `make_curve` makes it of a loss or an
+    objective.
+    """
 
     name: str
     # of (r, A, mu), arrays that broadcast, with mu r <= 1

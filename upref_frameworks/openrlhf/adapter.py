@@ -92,7 +92,7 @@ class OpenRLHF:
                 micro-batches and updates.
 
         Returns:
-            Argument -> value; the others keep OpenRLHF's defaults.
+            Argument -> value; the others keep the defaults of `record_training`.
         """
         fields = FIELDS[case.objective] | dict(
             micro=8 // (case.micro_batches * case.updates), updates=case.updates

@@ -45,7 +45,9 @@ def device_module() -> ModuleType:
     """Make the module that verl uses in place of torch.cuda on a CPU.
 
     Returns:
-        torch.cpu, with the host's random state and memory, and one device.
+        torch.cpu, with one device, the CPU. Its random state is torch's, its free memory
+        the host's, and each count of used memory, the largest too, is what this process
+        holds now.
     """
     module = ModuleType("torch.cpu")
     module.__dict__.update(

@@ -177,6 +177,12 @@ def read_prompts(
 ) -> tuple[Tensor, DynamicCache]:
     """Read each prompt once. Row i of N goes on from prompt of[i].
 
+    Args:
+        model: the policy.
+        prompts: "input_ids" [P, L], all of one length, and of tasks with pictures
+            "pictures" [P, 3, side, side] too.
+        of: the prompt of each row, [N].
+
     Returns:
         Logits [N, V] of the token that comes next, in float32; and the cache, of N
         rows.

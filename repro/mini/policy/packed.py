@@ -40,7 +40,8 @@ class Qwen3:
 
     def __init__(self, model: PreTrainedModel):
         """Take the weights of the model. Those that are applied to the same input are
-        joined, and the weights of a norm go into the matrix behind it.
+        joined. The matrix behind a norm of a whole vector is multiplied by the norm's
+        weights; those of the norms of the heads, which RoPE turns, stay apart.
         """
         c, m = model.config, model.model
         self.heads = c.num_attention_heads  # H

@@ -84,6 +84,7 @@ def require_device(device: str) -> None:
     """Raise InputError where torch has no such device."""
     try:
         torch.empty(0, device=device)
+    # a torch that was built without CUDA raises AssertionError
     except (RuntimeError, AssertionError) as error:
         why = str(error).splitlines()[0]
         raise InputError(

@@ -144,7 +144,9 @@ class Estimate:
         return self.gpu_hours * self.gpu.dollars
 
     def facts(self) -> dict[str, Any]:
-        """Return what the report compares with what happened."""
+        """Return the numbers by name, sizes in GB and times in seconds. A run keeps them,
+        and its report compares those of time and memory with what happened.
+        """
         return {
             "train_gb": self.train / GB,
             "rollout_gb": self.rollout / GB,

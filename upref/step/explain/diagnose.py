@@ -162,7 +162,8 @@ def diagnose(
         case: the rows and the reference's forward pass.
         bound: the relative error that is allowed.
         run_again: runs the step once more.
-        only: a cause that was found on other rows; only what it names is tried.
+        only: a cause that was found on other rows. Of the last group of causes, only
+            what it names is tried.
     """
     model = case.forward.model
     found = comparison.found

@@ -87,18 +87,21 @@ class ValueSearch:
         return self.batch.returns
 
     def find(self) -> Cause:
-        """Return the fault of the value loss; no cause where none fits, or the loss is
-        right. A fault that changes nothing on these rows fits any rest, and is none.
+        """Return the fault of the value loss; no cause where none fits, or where the rest
+        is 0, because the step has no value loss then. Most faults may come with another
+        coefficient, which the cause names. One that changes nothing on these rows is the
+        right loss, and is left out.
         """
         if self.rest.norm() <= self.allowed:
             return NO_CAUSE
         right = self._gradient(self._loss(self._values(self.forward)))
         for cause, gradient in self._faults():
             factor = self._factor(gradient)
-            changes = not cause or (gradient - right).norm() > self.allowed
+            changes = (gradient - right).norm() > self.allowed
             if factor is not None and changes:
                 return join_causes(cause, self._other_coefficient(factor))
-        # a coefficient beside another count of tokens would fit too much
+        # another count of tokens scales a gradient too, so that a coefficient beside it
+        # would fit many gradients
         for cause, gradient in self._faults_of_tokens():
             changes = (gradient - right).norm() > self.allowed
             if changes and (self.rest - gradient).norm() <= self.allowed:

@@ -532,8 +532,9 @@ def _normalized(
 
 
 def _turn_faults(name: str) -> Iterator[TokenFault]:
-    """Yield the faults of turns that are normalized, by what they are normalized among
-    and by the order of the two steps.
+    """Yield the faults of turns that are normalized: among other turns, in the other
+    order of the two steps or with one of them left out, and with the mean subtracted
+    alone. Those of the right order come first.
     """
     by: dict[str, Callable[[Inputs], Tensor]] = {
         "among the turns of the prompt": lambda x: _spread(x["group"], x)[..., None],
@@ -615,11 +616,12 @@ def _turn_faults(name: str) -> Iterator[TokenFault]:
             continue
         if own_ids == "among the turns of the same number" and "same slot" in where:
             continue  # which is the same thing where no turn is left out
-        is_plain = order == "discount"  # then what is normalized does not matter
+        if order == "discount" and (where != own_ids or centred):
+            continue  # nothing is normalized, so that these are one fault
         said = [] if order == own_order else [f"rewards are {orders[order]}"]
-        if where != own_ids and not is_plain:
+        if where != own_ids:
             said.append(f"normalized {where}")
-        if centred and not is_plain:
+        if centred:
             said.append("the mean is subtracted, and nothing divides")
         fault_id = (
             "turns-in-other-order" if order != own_order else "turns-by-other-group"
