@@ -207,8 +207,9 @@ def watch(
 
 
 def start(name: str, args: argparse.Namespace, work: Path) -> subprocess.Popen[bytes]:
-    """Start a part as `--one`, in a process group of its own, without a network. Its
-    output is appended to work/NAME.log and its rows to work/NAME.jsonl.
+    """Start a part as `--one`, in a process group of its own, which fetches nothing from
+    Hugging Face. Its output is appended to work/NAME.log and its rows to
+    work/NAME.jsonl.
     """
     command = [
         sys.executable, "-m", "benchmarks.gpu", "--out", str(args.out),

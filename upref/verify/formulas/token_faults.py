@@ -533,8 +533,8 @@ def _normalized(
 
 def _turn_faults(name: str) -> Iterator[TokenFault]:
     """Yield the faults of turns that are normalized: among other turns, in the other
-    order of the two steps or with one of them left out, and with the mean subtracted
-    alone. Those of the right order come first.
+    order of the two steps or with one of them left out, and then all with the mean
+    subtracted alone. Of each kind those of the right order come first.
     """
     by: dict[str, Callable[[Inputs], Tensor]] = {
         "among the turns of the prompt": lambda x: _spread(x["group"], x)[..., None],
