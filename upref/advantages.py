@@ -45,8 +45,8 @@ def group_norm(
     Returns:
         A, [N].
     """
-    centred, g, _ = _centred(rewards, group)
-    return _over_std(centred, g, ddof, eps).to(rewards.dtype)
+    centered, g, _ = _centered(rewards, group)
+    return _over_std(centered, g, ddof, eps).to(rewards.dtype)
 
 
 def group_mean(rewards: Rewards, group: Group) -> Advantages:
@@ -59,7 +59,7 @@ def group_mean(rewards: Rewards, group: Group) -> Advantages:
     Returns:
         A, [N].
     """
-    return _centred(rewards, group)[0].to(rewards.dtype)
+    return _centered(rewards, group)[0].to(rewards.dtype)
 
 
 def leave_one_out(rewards: Rewards, group: Group) -> Advantages:
@@ -72,9 +72,9 @@ def leave_one_out(rewards: Rewards, group: Group) -> Advantages:
     Returns:
         A, [N].
     """
-    centred, g, size = _centred(rewards, group)
+    centered, g, size = _centered(rewards, group)
     size = size.double()
-    return (centred * (size / (size - 1).clamp(min=1))[g]).to(rewards.dtype)
+    return (centered * (size / (size - 1).clamp(min=1))[g]).to(rewards.dtype)
 
 
 def whiten(
@@ -116,8 +116,8 @@ def group_mean_whiten(
     Returns:
         A, [N].
     """
-    centred, g, _ = _centred(rewards, group)
-    return _over_std(centred, torch.zeros_like(g), ddof, eps).to(rewards.dtype)
+    centered, g, _ = _centered(rewards, group)
+    return _over_std(centered, torch.zeros_like(g), ddof, eps).to(rewards.dtype)
 
 
 def signed(rewards: Rewards, group: Group | None = None) -> Advantages:
@@ -171,10 +171,10 @@ def maxrl(rewards: Rewards, group: Group) -> Advantages:
     Returns:
         A, [N].
     """
-    centred, g, size = _centred(rewards, group)
+    centered, g, size = _centered(rewards, group)
     R = rewards.detach().double()
     mean = (torch.zeros_like(size, dtype=R.dtype).index_add(0, g, R) / size)[g]
-    return torch.where(mean > 0, centred / mean, 0).to(rewards.dtype)
+    return torch.where(mean > 0, centered / mean, 0).to(rewards.dtype)
 
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
@@ -249,9 +249,9 @@ def whiten_tokens(
         )
     x = adv[mask]
     out = torch.zeros_like(adv)
-    centred, g, _ = _centred(x, torch.zeros_like(x, dtype=torch.int64))
-    var = _variance(centred, g, ddof, eps)
-    out[mask] = torch.where(var > 0, centred / (var + eps).sqrt(), 0).to(adv.dtype)
+    centered, g, _ = _centered(x, torch.zeros_like(x, dtype=torch.int64))
+    var = _variance(centered, g, ddof, eps)
+    out[mask] = torch.where(var > 0, centered / (var + eps).sqrt(), 0).to(adv.dtype)
     return out
 
 
@@ -359,7 +359,7 @@ def distillation(
     return A
 
 
-def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _centered(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return R - mean_g [N], the groups renumbered 0, 1, ... [N], and G of each of those."""
     _check(rewards, group)
     _, g, size = torch.unique(group, return_inverse=True, return_counts=True)
@@ -370,11 +370,11 @@ def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return R - (zero.index_add(0, g, R) / size)[g], g, size
 
 
-def _variance(centred: Tensor, g: Tensor, ddof: int, eps: float) -> Tensor:
-    """Return Σ_g centred² / (G - ddof) of each response's group, [N]; 0 for a group of one.
+def _variance(centered: Tensor, g: Tensor, ddof: int, eps: float) -> Tensor:
+    """Return Σ_g centered² / (G - ddof) of each response's group, [N]; 0 for a group of one.
 
     Args:
-        centred: R - mean_g, [N].
+        centered: R - mean_g, [N].
         g: the groups, numbered from 0, [N].
         ddof: 0 or 1.
         eps: of the caller; it is only checked here.
@@ -390,16 +390,16 @@ def _variance(centred: Tensor, g: Tensor, ddof: int, eps: float) -> Tensor:
     if not (isinstance(eps, int | float) and 0 <= eps < 1e300):
         raise InputError(f"eps must be a finite number >= 0, got {repr(eps)[:60]}.")
     size = torch.bincount(g)
-    squares = torch.zeros_like(size, dtype=centred.dtype).index_add(0, g, centred**2)
+    squares = torch.zeros_like(size, dtype=centered.dtype).index_add(0, g, centered**2)
     return (squares / (size - ddof).clamp(min=1))[g]
 
 
-def _over_std(centred: Tensor, g: Tensor, ddof: int, eps: float) -> Tensor:
-    """Return centred / (std + eps) of each response's group, [N]; 0 where the standard
+def _over_std(centered: Tensor, g: Tensor, ddof: int, eps: float) -> Tensor:
+    """Return centered / (std + eps) of each response's group, [N]; 0 where the standard
     deviation is 0.
     """
-    std = _variance(centred, g, ddof, eps).sqrt()
-    return torch.where(std > 0, centred / (std + eps), 0)
+    std = _variance(centered, g, ddof, eps).sqrt()
+    return torch.where(std > 0, centered / (std + eps), 0)
 
 
 def _check(rewards: Tensor, group: Tensor | None, optional: bool = False) -> None:

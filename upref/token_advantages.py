@@ -330,12 +330,12 @@ def gpg(rewards: Slots, mask: Mask, group: Group) -> Slots:
     _check(mask, rewards=rewards)
     R = _trained(rewards, mask).sum(1)
     same = _same_prompt(group, mask)
-    centred = torch.where(mask.any(1), R - same @ R / same.sum(1).clamp(min=1), 0)
+    centered = torch.where(mask.any(1), R - same @ R / same.sum(1).clamp(min=1), 0)
     # the mean of equal rewards is off by rounding
-    centred = torch.where(centred.abs() > 1e-12 * (1 + R.abs()), centred, 0)
-    has_gradient = (same * centred.abs()).sum(1) > 0
+    centered = torch.where(centered.abs() > 1e-12 * (1 + R.abs()), centered, 0)
+    has_gradient = (same * centered.abs()).sum(1) > 0
     factor = mask.any(1).sum() / has_gradient.sum().clamp(min=1)
-    return _on_slots(factor.double() * centred, mask, rewards)
+    return _on_slots(factor.double() * centered, mask, rewards)
 
 
 def pass_at_k(rewards: Slots, mask: Mask, group: Group) -> Slots:

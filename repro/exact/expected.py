@@ -15,7 +15,7 @@ What asks for a list of every group (graded rewards, lengths that differ under a
 denominator per group, objectives that couple a batch) is refused where G is finite; the
 program at commit 3fd30ed9 lists them.
 
-Normalisations over a batch (`whiten`, `group_mean_whiten`) use the moments of the
+Normalizations over a batch (`whiten`, `group_mean_whiten`) use the moments of the
 infinite batch.
 """
 
@@ -254,18 +254,18 @@ def _infinite(task: Task, pi: Tensor, adv: str) -> Rows:
     S, N = pi.shape
     P, square = task.right(pi), per_prompt(task, pi * task.reward**2)  # E R, E R²
     mean, var = P[:, task.prompt], (square - P**2).clamp(min=0)
-    centred = task.reward - mean
+    centered = task.reward - mean
 
     def over(x: Tensor, variance: Tensor) -> Tensor:
         """Divide by a standard deviation; 0 where there is none."""
         return torch.where(variance > 0, x / (variance.sqrt() + EPS[adv]), 0)
 
     if adv == "group_norm":
-        A = over(centred, var[:, task.prompt])
+        A = over(centered, var[:, task.prompt])
     elif adv in ("group_mean", "leave_one_out"):
-        A = centred
+        A = centered
     elif adv == "group_mean_whiten":
-        A = over(centred, var.mean(1, keepdim=True).expand(S, N))
+        A = over(centered, var.mean(1, keepdim=True).expand(S, N))
     elif adv == "whiten":
         m = P.mean(1, keepdim=True)
         of_batch = (square.mean(1, keepdim=True) - m**2).clamp(min=0)

@@ -24,7 +24,7 @@ core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)
 from upref_frameworks.verl.audit import (  # noqa: E402
     COMPARISONS,
     UNUSED,
-    _centred_by_trainer,
+    _centered_by_trainer,
     _compute_advantage,
 )
 from upref_frameworks.verl.losses import verl_loss  # noqa: E402
@@ -158,7 +158,7 @@ def test_compute_advantage_needs_no_more_packages_than_the_losses(monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
     _compute_advantage.cache_clear()
     R, group = torch.tensor([1.0, 0, 0, 0]), torch.zeros(4)
-    assert _centred_by_trainer("grpo")(R, group)[0] == 0.75
+    assert _centered_by_trainer("grpo")(R, group)[0] == 0.75
     assert not {trainer, *UNUSED} & set(sys.modules)
 
 

@@ -8,10 +8,10 @@ from upref.ops import clip, exp, inf, minimum, when, where
 def covariance(lp, A, mask):
     """(A - mean A) (lp - mean lp), the means over the batch's tokens, as constants."""
     n = mask.sum()
-    centred = lambda x: (
+    centered = lambda x: (
         where(mask, x, 0).double() - where(mask, x, 0).double().sum() / n
     )
-    return centred(A.expand_as(mask)) * centred(lp.detach())
+    return centered(A.expand_as(mask)) * centered(lp.detach())
 
 
 def cut(scores, share, mask, descending):

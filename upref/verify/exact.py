@@ -190,12 +190,12 @@ def minus(baseline: Callable[[Rows], Fraction]) -> Callable[[Rows], Rows]:
         A function from the rewards of a group to their advantages.
     """
 
-    def centred(xs: Rows) -> Rows:
+    def centered(xs: Rows) -> Rows:
         """Return the rewards less their baseline."""
         subtracted = baseline(xs)
         return [x - subtracted for x in xs]
 
-    return centred
+    return centered
 
 
 def minus_the_others(xs: Rows) -> Rows:

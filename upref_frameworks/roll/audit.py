@@ -341,8 +341,8 @@ def _over_rewards(R: Tensor, group: Tensor) -> Tensor:
     """Return rewards less their group's mean, divided by the standard deviation of all
     rewards.
     """
-    centred = R - torch.stack([R[group == i].mean() for i in group])
-    return _divided_by(centred, R.std())
+    centered = R - torch.stack([R[group == i].mean() for i in group])
+    return _divided_by(centered, R.std())
 
 
 def _over_sample(R: Tensor, group: Tensor) -> Tensor:

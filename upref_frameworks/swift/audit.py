@@ -266,8 +266,8 @@ def _over_rewards(R: Tensor, group: Tensor) -> Tensor:
     """Return rewards less their group's mean, divided by the standard deviation of all
     rewards.
     """
-    centred = R - torch.stack([R[group == i].mean() for i in group])
-    return centred / (R.std() + 1e-4)
+    centered = R - torch.stack([R[group == i].mean() for i in group])
+    return centered / (R.std() + 1e-4)
 
 
 def _teacher_kl(lp: Tensor, ref: Tensor) -> Tensor:

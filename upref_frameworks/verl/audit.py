@@ -295,7 +295,7 @@ def _advantages(name: str, **options: bool) -> Callable[..., Tensor]:
     return advantages
 
 
-def _centred_by_trainer(name: str) -> Callable[..., Tensor]:
+def _centered_by_trainer(name: str) -> Callable[..., Tensor]:
     """Return the advantages of this name as verl's trainer computes them with
     norm_adv_by_std_in_grpo=False, as a function of rewards and groups.
     """
@@ -413,7 +413,7 @@ def _lengths(R: Tensor) -> Tensor:
 
 
 def _gpg_reference(R: Tensor, group: Tensor) -> Tensor:
-    """Return the reference of GPG: centred rewards, times N over the number of rewards
+    """Return the reference of GPG: centered rewards, times N over the number of rewards
     that are not 0.
     """
     return (
@@ -510,7 +510,7 @@ def _value_loss(agg: str, clip: float) -> Component:
     return Component("value", mode, loss, f"clipped, {agg}", {"clip": clip}, tol=1e-6)
 
 
-def _centred(R: Tensor, group: Tensor) -> Tensor:
+def _centered(R: Tensor, group: Tensor) -> Tensor:
     """Return the advantages of REINFORCE++-baseline as verl computes them."""
     return whiten_by_sample(keep_singletons(advantages.group_mean)(R, group))
 
@@ -546,14 +546,14 @@ def _parts() -> tuple[Component, ...]:
         Component(
             "advantages",
             "grpo, norm_adv_by_std_in_grpo=False",
-            _centred_by_trainer("grpo"),
+            _centered_by_trainer("grpo"),
             "group_mean",
             reasons=(Fault(ALONE, keep_singletons(advantages.group_mean)),),
         ),
         Component(
             "advantages",
             "grpo_vectorized, norm_adv_by_std_in_grpo=False",
-            _centred_by_trainer("grpo_vectorized"),
+            _centered_by_trainer("grpo_vectorized"),
             "group_mean",
             reasons=(
                 Fault(ALONE, keep_singletons(advantages.group_mean)),
@@ -581,7 +581,7 @@ def _parts() -> tuple[Component, ...]:
             "reinforce_plus_plus_baseline",
             _advantages("reinforce_plus_plus_baseline"),
             "group_mean_whiten",
-            reasons=(Fault(f"{ALONE}; {SAMPLE}", _centred),),
+            reasons=(Fault(f"{ALONE}; {SAMPLE}", _centered),),
             tol=1e-6,
         ),
         Component(

@@ -25,7 +25,7 @@ from repro.mini.experiment.questions import (
 )
 from upref.weights.plots import PALETTE, STYLE
 
-COLOURS = {  # by arm, so that an objective looks the same in every figure
+COLORS = {  # by arm, so that an objective looks the same in every figure
     "dapo": PALETTE[0],
     "grpo": PALETTE[0],
     "gspo": PALETTE[0],
@@ -36,7 +36,7 @@ COLOURS = {  # by arm, so that an objective looks the same in every figure
     "reinforce_off_policy": "#00A6A6",
     "is_pg": "#8C6D1F",
 }
-# for arms without a colour of their own, in the order in which they are taken
+# for arms without a color of their own, in the order in which they are taken
 OTHERS = [
     "#009E73",
     "#CC79A7",
@@ -100,7 +100,7 @@ def draw(
         each: what the legend counts.
     """
     arms = list(dict.fromkeys(arm for s in found for arm in s))
-    colour, dashes = looks(arms)
+    color, dashes = looks(arms)
     columns = len(panels) if len(panels) < 4 else ceil(len(panels) / 2)
     rows = ceil(len(panels) / columns)
     fitting = {1: 2, 2: 4}.get(columns, 5)  # legend entries in the width
@@ -116,12 +116,12 @@ def draw(
         for ax in axes[len(panels) :]:
             ax.set_visible(False)
         for ax, panel, s in zip(axes, panels, found, strict=False):
-            _draw_panel(ax, panel, s, colour, dashes, highlight)
+            _draw_panel(ax, panel, s, color, dashes, highlight)
         lines = []
         labels = []
         for arm in arms:
             width = BOLD if arm == highlight else PLAIN
-            line = Line2D([], [], color=colour[arm], lw=width, ls=dashes[arm])
+            line = Line2D([], [], color=color[arm], lw=width, ls=dashes[arm])
             lines.append(line)
             most = max(len(s.get(arm, [])) for s in found)
             labels.append(f"{arm}, {most} {each}{'s' if most > 1 else ''}")
@@ -139,26 +139,24 @@ def draw(
 def looks(arms: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return color and dash of each arm, two dictionaries.
 
-    An arm has its own color of COLOURS if no other arm has it. An arm without one that
+    An arm has its own color of COLORS if no other arm has it. An arm without one that
     is UP or another form of a plain arm here has the plain arm's color, dashed. Every
     other arm has the first free color of OTHERS, or its first one when all are taken.
     """
-    colour: dict[str, str] = {}
+    color: dict[str, str] = {}
     dashes = dict.fromkeys(arms, "-")
     # plain arms first: the others may take over their colors
     for arm in sorted(arms, key=lambda a: _of(a, arms) is not None):
-        own = COLOURS.get(arm, PALETTE[1] if arm.startswith("up(") else "")
+        own = COLORS.get(arm, PALETTE[1] if arm.startswith("up(") else "")
         plain = _of(arm, arms)
-        if own and own not in colour.values():
-            colour[arm] = own
-        elif plain in colour:
-            colour[arm] = colour[plain]
+        if own and own not in color.values():
+            color[arm] = own
+        elif plain in color:
+            color[arm] = color[plain]
             dashes[arm] = "--"
         else:
-            colour[arm] = next(
-                (c for c in OTHERS if c not in colour.values()), OTHERS[0]
-            )
-    return colour, dashes
+            color[arm] = next((c for c in OTHERS if c not in color.values()), OTHERS[0])
+    return color, dashes
 
 
 def _of(arm: str, arms: Sequence[str]) -> str | None:
@@ -173,7 +171,7 @@ def _draw_panel(
     ax: Axes,
     panel: dict[str, Any],
     s: Series,
-    colour: dict[str, str],
+    color: dict[str, str],
     dashes: dict[str, str],
     highlight: str,
 ) -> None:
@@ -185,7 +183,7 @@ def _draw_panel(
                 "ms": 3,
                 "alpha": 0.3 if len(s) < 8 else 0.12,  # many arms hide each other
             }
-            ax.plot(x, y, color=colour[arm], marker=_marker(x), **thin)
+            ax.plot(x, y, color=color[arm], marker=_marker(x), **thin)
         x, mean = _mean(curves)
         width, order = (BOLD, 3) if arm == highlight else (PLAIN, 2)
         look: dict[str, Any] = {
@@ -194,7 +192,7 @@ def _draw_panel(
             "ms": 5,
             "zorder": order,
         }
-        ax.plot(x, mean, color=colour[arm], marker=_marker(x), **look)
+        ax.plot(x, mean, color=color[arm], marker=_marker(x), **look)
     if panel.get("log"):
         ax.set_yscale("log", nonpositive="mask")  # a step without any gradient is a gap
     ax.spines[["top", "right"]].set_visible(False)
@@ -232,7 +230,7 @@ def draw_plane(
         titles: of the panels, by group.
         arms: all of them, in the order of their colors.
     """
-    colour, dashes = looks(arms)
+    color, dashes = looks(arms)
     columns = 2 * len(by_group)  # of the legend; more do not fit into the width
     legend_rows = ceil(len(arms) / columns)
     with matplotlib.rc_context(STYLE):
@@ -242,13 +240,13 @@ def draw_plane(
         for ax, (name, by_arm) in zip(axes, by_group.items(), strict=True):
             for arm, runs in by_arm.items():
                 avg, best = np.mean([points(run)[-1] for run in runs], axis=0).T
-                line = {"color": colour[arm], "ls": dashes[arm]}
+                line = {"color": color[arm], "ls": dashes[arm]}
                 ax.plot(avg, best, marker="o", ms=3, **line)
             ax.set(title=titles[name], xlabel="Avg@32, %", ylabel="Best@32, %")
             ax.spines[["top", "right"]].set_visible(False)
         drawn = {arm for by_arm in by_group.values() for arm in by_arm}
         handles = [
-            Line2D([], [], color=colour[arm], ls=dashes[arm], marker="o", ms=3)
+            Line2D([], [], color=color[arm], ls=dashes[arm], marker="o", ms=3)
             for arm in arms
             if arm in drawn
         ]

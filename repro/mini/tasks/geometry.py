@@ -66,13 +66,13 @@ class Geometry:
         """Return float32 [n, 3, 48, 48] in [-1, 1]: both rectangles on white."""
         at = torch.arange(GRID)
         picture = torch.ones(len(problems), 3, GRID, GRID)
-        for start, colour in ((0, (1.0, -1.0, -1.0)), (4, (-1.0, -1.0, 1.0))):
+        for start, color in ((0, (1.0, -1.0, -1.0)), (4, (-1.0, -1.0, 1.0))):
             w, h, x, y = problems[:, start : start + 4, None].unbind(1)
             inside = ((at >= y) & (at < y + h))[:, :, None] & (
                 (at >= x) & (at < x + w)
             )[:, None, :]
             picture = torch.where(
-                inside[:, None], torch.tensor(colour)[:, None, None], picture
+                inside[:, None], torch.tensor(color)[:, None, None], picture
             )
         return picture.repeat_interleave(CELL, 2).repeat_interleave(CELL, 3)
 

@@ -409,7 +409,7 @@ def _keys_by_stride(k: int, batch: RewardBatch) -> Sequence[Any]:
 
 
 # estimators by the words for what they subtract from the rewards of some rows
-CENTRES: dict[str, Callable[[Rows], Rows]] = {
+CENTERS: dict[str, Callable[[Rows], Rows]] = {
     "the mean": minus(mean),
     "the mean of the others": exact.minus_the_others,
     "the sum of the others, divided by G and not by G - 1,": _less_others_over_all,
@@ -482,9 +482,9 @@ OTHER_SPREADS: tuple[tuple[str, Spread], ...] = (
 
 
 @lru_cache(4096)
-def _centred(centre: str, where: str, batch: RewardBatch) -> Rows:
+def _centered(center: str, where: str, batch: RewardBatch) -> Rows:
     """Return the rewards less this center of these rows; "" subtracts nothing."""
-    return per_key(KEYS[where](batch), batch.R, CENTRES[centre]) if centre else batch.R
+    return per_key(KEYS[where](batch), batch.R, CENTERS[center]) if center else batch.R
 
 
 @lru_cache(4096)
@@ -495,7 +495,7 @@ def _spread(spread: Spread, where: str, batch: RewardBatch, c: Rows) -> Rows:
 
 def _formula(
     words: str,
-    centre: str,
+    center: str,
     where: str = "",
     spread: Spread | None = None,
     rows_of_spread: str = "",
@@ -506,7 +506,7 @@ def _formula(
 
     Args:
         words: what is done otherwise.
-        centre: a key of CENTRES, or "".
+        center: a key of CENTERS, or "".
         where: a key of KEYS: the rows of the center.
         spread: what divides; None divides by nothing.
         rows_of_spread: a key of KEYS: the rows of the spread; "" for those of the
@@ -517,7 +517,7 @@ def _formula(
     if spread is not None:
         variance = partial(_spread, spread, rows_of_spread or where)
     change = AdvantageChange(
-        lambda batch, right, k: _centred(centre, where, batch), variance
+        lambda batch, right, k: _centered(center, where, batch), variance
     )
     return Fault(words, change, id=id)
 
@@ -527,21 +527,21 @@ def _formulas() -> Iterator[AdvantageFault]:
     yield _formula(
         "the reward itself, without a baseline or a division", "", id="reward-itself"
     )
-    for centre, where in product(CENTRES, KEYS):
-        subtracted = f"{centre} {where} is subtracted"
+    for center, where in product(CENTERS, KEYS):
+        subtracted = f"{center} {where} is subtracted"
         yield _formula(
-            f"{subtracted}, nothing divided", centre, where, id="other-baseline"
+            f"{subtracted}, nothing divided", center, where, id="other-baseline"
         )
         for rows, (of, over, spread) in product(KEYS, STD):
             # a number that is subtracted from each of these rows leaves their std
-            if rows == where and centre != "the mean of the others":
+            if rows == where and center != "the mean of the others":
                 if of == OF_DIFFERENCES:
                     continue
                 of = ""
             std = " ".join(filter(None, ("the std", of, rows, f"({over})")))
             yield _formula(
                 f"{subtracted}, divided by {std}",
-                centre,
+                center,
                 where,
                 spread,
                 rows,
@@ -550,7 +550,7 @@ def _formulas() -> Iterator[AdvantageFault]:
         for words, spread in OTHER_SPREADS:
             yield _formula(
                 f"{subtracted}, divided by {words.format(where)}",
-                centre,
+                center,
                 where,
                 spread,
                 id="other-baseline-and-divisor",
@@ -577,25 +577,25 @@ def _formulas() -> Iterator[AdvantageFault]:
     )
 
 
-def _centred_reward_of_tokens(batch: RewardBatch) -> Rows:
+def _centered_reward_of_tokens(batch: RewardBatch) -> Rows:
     """Return for each token of the batch the reward of its response, less the mean of
     its prompt.
     """
-    centred = _centred("the mean", "of its prompt", batch)
-    return [centred[i] for i, n in enumerate(batch.lengths) for _ in range(n)]
+    centered = _centered("the mean", "of its prompt", batch)
+    return [centered[i] for i, n in enumerate(batch.lengths) for _ in range(n)]
 
 
 def _less_mean_over_tokens(batch: RewardBatch, right: Floats, k: float) -> Rows:
     """Return the centered rewards of the responses, less their mean over all tokens."""
-    mean_over_tokens = mean(_centred_reward_of_tokens(batch))
-    return [x - mean_over_tokens for x in _centred("the mean", "of its prompt", batch)]
+    mean_over_tokens = mean(_centered_reward_of_tokens(batch))
+    return [x - mean_over_tokens for x in _centered("the mean", "of its prompt", batch)]
 
 
 def _variance_over_tokens(ddof: int, batch: RewardBatch, c: Rows) -> Rows:
     """Return the variance of the centered rewards over all tokens, the same for each
     response.
     """
-    return [exact.variance(_centred_reward_of_tokens(batch), ddof)] * len(c)
+    return [exact.variance(_centered_reward_of_tokens(batch), ddof)] * len(c)
 
 
 @cache

@@ -503,7 +503,7 @@ def _whitened_rows(A: Tensor, mask: Tensor, ddof: int = 1) -> Tensor:
 
 # ---- turns and steps -----------------------------------------------------------------
 def _normalized(
-    x: Tensor, mask: Tensor, ids: Tensor, settings: Settings, centred: bool = False
+    x: Tensor, mask: Tensor, ids: Tensor, settings: Settings, centered: bool = False
 ) -> Tensor:
     """Return x, normalized among the trained slots of one id, [N, K].
 
@@ -512,7 +512,7 @@ def _normalized(
         mask: True on trained slots, [N, K].
         ids: the id of each slot, [N, K, parts of an id].
         settings: ddof and eps of the standard deviation.
-        centred: whether the mean is subtracted, and nothing divides.
+        centered: whether the mean is subtracted, and nothing divides.
 
     Returns:
         0 on slots that are left out, and on a slot whose id no other slot has.
@@ -522,7 +522,7 @@ def _normalized(
         is_one = mask & (ids == one).all(-1)
         v = x[is_one]
         c = v - v.mean()
-        if centred:
+        if centered:
             out[is_one] = c
             continue
         if len(v) > 1:
@@ -564,7 +564,7 @@ def _turn_faults(name: str) -> Iterator[TokenFault]:
         settings: Settings,
         ids: Callable[[Inputs], Tensor],
         order: str,
-        centred: bool,
+        centered: bool,
     ) -> Tensor:
         """Return the advantages with this normalization.
 
@@ -573,12 +573,16 @@ def _turn_faults(name: str) -> Iterator[TokenFault]:
             settings: gamma, ddof and eps.
             ids: from the inputs to the ids among which turns are normalized.
             order: a key of `orders`.
-            centred: whether the mean is subtracted, and nothing divides.
+            centered: whether the mean is subtracted, and nothing divides.
         """
         mask = inputs["mask"]
         rewards = torch.where(mask, inputs["rewards"], 0)
         normalize = partial(
-            _normalized, mask=mask, ids=ids(inputs), settings=settings, centred=centred
+            _normalized,
+            mask=mask,
+            ids=ids(inputs),
+            settings=settings,
+            centered=centered,
         )
 
         def discount(x: Tensor) -> Tensor:
@@ -606,29 +610,29 @@ def _turn_faults(name: str) -> Iterator[TokenFault]:
         else "among the turns of the prompt"
     )
     cases = [
-        (order, where, centred)
-        for centred in (False, True)
+        (order, where, centered)
+        for centered in (False, True)
         for order in sorted(orders, key=lambda one: one != own_order)
         for where in sorted(by, key=lambda one: one != own_ids)
     ]
-    for order, where, centred in cases:
-        if (order, where, centred) == (own_order, own_ids, False):
+    for order, where, centered in cases:
+        if (order, where, centered) == (own_order, own_ids, False):
             continue
         if own_ids == "among the turns of the same number" and "same slot" in where:
             continue  # which is the same thing where no turn is left out
-        if order == "discount" and (where != own_ids or centred):
+        if order == "discount" and (where != own_ids or centered):
             continue  # nothing is normalized, so that these are one fault
         said = [] if order == own_order else [f"rewards are {orders[order]}"]
         if where != own_ids:
             said.append(f"normalized {where}")
-        if centred:
+        if centered:
             said.append("the mean is subtracted, and nothing divides")
         fault_id = (
             "turns-in-other-order" if order != own_order else "turns-by-other-group"
         )
         yield Fault(
             "; ".join(said),
-            partial(changed, ids=by[where], order=order, centred=centred),
+            partial(changed, ids=by[where], order=order, centered=centered),
             id=fault_id,
         )
 
@@ -673,7 +677,7 @@ def _step_faults(name: str) -> Iterator[TokenFault]:
         settings: Settings,
         ids: Callable[[Inputs], list[Tensor]],
         returns: bool = True,
-        centred: bool = False,
+        centered: bool = False,
     ) -> Tensor:
         """Return the step part with other ids, of rewards or of returns."""
         mask = inputs["mask"]
@@ -681,7 +685,7 @@ def _step_faults(name: str) -> Iterator[TokenFault]:
         if returns:
             x = token_advantages.discounted_returns(x, mask, gamma=settings["gamma"])
         key = torch.stack(ids(inputs), -1)
-        return _normalized(x, mask, key, settings, centred)
+        return _normalized(x, mask, key, settings, centered)
 
     def both(x: Inputs) -> list[Tensor]:
         """Return the ids of prompt and state."""
@@ -706,7 +710,7 @@ def _step_faults(name: str) -> Iterator[TokenFault]:
         (
             "the mean of the steps is subtracted, and nothing divides",
             "no-division-by-std",
-            partial(part, ids=both, centred=True),
+            partial(part, ids=both, centered=True),
         ),
     )
     for words, fault_id, formula in steps:
