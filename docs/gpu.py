@@ -17,7 +17,6 @@ from docs import record
 from upref import markdown
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/gpu/results.json"
-COUNTED = RESULTS.with_name("limits.json")  # FLOP and bytes of upref.hidden
 Rows = list[dict[str, Any]]
 
 
@@ -451,36 +450,12 @@ def in_bfloat16() -> dict[tuple[str, int, int], float]:
 
 
 def limits() -> str:
-    """Return the table of what upref.hidden needs of the card, as it was counted,
-    beside what it took.
+    """Return the table of what upref.hidden needs of the card, counted, beside what it
+    took.
     """
-    from benchmarks.gpu.limits import MEMORY, PRODUCTS, V
+    from benchmarks.gpu.limits import counted
 
-    measured = in_bfloat16()
-    body = []
-    for row in record.rows(COUNTED):
-        H, N, who = row["H"], row["N"], row["who"]
-        products, passes = row["flop"] / PRODUCTS, row["passes"] / MEMORY
-        trl = measured.get(("TRL ChunkedLogProbFunction", H, N))
-        ms = measured.get((who, H, N))
-        cells = [
-            f"{H:,}",
-            f"{N:,}",
-            who.removeprefix("upref.hidden").removeprefix(", ") or "as it is",
-            f"{row['flop'] / (2 * H * N * V):.0f}",
-            f"{1e3 * products:.1f}",
-            f"{row['passes'] / (N * V):.0f}",
-            f"{1e3 * passes:.1f}",
-            f"{1e3 * (products + passes):.1f}",
-            f"{row['kept'] / 1e9:.1f}",
-            "not run" if ms is None else f"{ms:.1f}",
-            "" if trl is None else f"{trl:.1f}",
-        ]
-        body.append(cells)
-    head = ["H", "tokens", "upref.hidden", "products", "their ms at the limit"]
-    head += ["bytes a logit", "their ms at the limit", "both, ms"]
-    head += ["GB of kept logits", "measured ms", "TRL chunked, ms"]
-    return table(head, body)
+    return counted(in_bfloat16())
 
 
 def hidden_in_bfloat16() -> str:

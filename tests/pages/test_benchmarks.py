@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import speed, tests as seconds
+import upref.hidden
+from benchmarks import check, speed, tests as seconds
 from benchmarks.gpu import keep, limits, place
 from docs import gpu, record
 from tests import conftest
@@ -21,6 +22,13 @@ from tests import conftest
 ROOT = Path(__file__).parents[2]
 
 NEED = "`repro/venv.sh verl trl` installs what it is compared with"
+
+
+def test_the_start_of_the_command_is_measured():
+    """It asked for a module that is not there, so that the whole benchmark ended
+    without its last table.
+    """
+    assert 0 < check.starting() < 60
 
 
 @pytest.mark.verl
@@ -64,8 +72,12 @@ def test_the_rows_of_a_gpu_run_name_no_folder_of_the_machine(tmp_path):
 # each benchmark at its smallest: what follows its name, and the exit statuses that a
 # busy machine may have
 COMMANDS: dict[str, tuple[str, set[int]]] = {
+    "check": ("", {0, 1}),  # 1: slower than a limit
     "gpu": ("--out {folder} --trial kernels-11 steps-7", {0}),
     "hidden": ("--quick accuracy memory", {0}),
+    "step": ("--only padding_filled rounded_down", {0, 1}),  # 1: slower than a limit
+    "proof": ("dapo", {0}),
+    "replay": ("", {0}),
     "startup": ("--rounds 1 list", {0}),
     "speed": ("--rows 4 --tokens 64 --rounds 1", {0}),
     "tests": ("tests/core/test_kl.py", {0}),
@@ -251,7 +263,17 @@ def test_the_time_of_the_head_in_bfloat16_is_that_of_the_rows():
     assert said in (ROOT / "docs/verl.md").read_text(encoding="utf-8")
 
 
-# ---- what no head can beat -----------------------------------------------------------
+# ---- what upref.hidden asks of a GPU -------------------------------------------------
+def test_the_products_and_passes_of_hidden_are_counted_on_its_path_for_a_gpu():
+    H, N, V = 64, 32, 4096
+    work = limits.count(H, N, limits._Head(0.8, 1.0, None, N * V), words=V)
+    # x twice; dh and dW from two parts of the gradient each
+    assert work.flop == 6 * 2 * N * V * H
+    # at least 16 passes of 4 bytes; and each is counted once
+    assert 64 < work.passes / (N * V) < 400
+    assert not upref.hidden._multiplies_bfloat16(torch.ones(1, 1), torch.ones(1, 1))
+
+
 def test_the_limit_of_a_head_is_the_longer_of_products_and_memory():
     """By hand, for one token: W is read and its gradient written, 2 bytes a number."""
     W = limits.V * 4096
@@ -266,3 +288,35 @@ def test_no_recorded_head_is_faster_than_the_card():
         if "milliseconds" in row:
             least = limits.least_milliseconds(row["dtype"], row["H"], row["N"])
             assert row["milliseconds"] > least, row["who"]
+
+
+def test_narrow_tiles_pass_over_the_gradient_of_the_states_more_often():
+    sizes = {"hidden_size": 256, "tokens": 128, "words": 4096}
+    narrow, wide = (
+        limits.count(head=limits._Head(0.8, 1.0, None, 128 * w), **sizes)
+        for w in (32, 256)
+    )
+    assert narrow.flop == wide.flop
+    more = (narrow.passes - wide.passes) / (4096 / 32 - 4096 / 256)
+    assert more > 2 * 8 * 256 * 128  # a tile reads and writes dh twice, in float32
+
+
+def test_kernels_pass_less_often_and_kept_logits_save_a_product():
+    sizes = {"hidden_size": 64, "tokens": 512, "words": 8192}
+    plain, triton, kept = (
+        limits.count(head=limits.WAYS[f"upref.hidden{way}"], **sizes)
+        for way in (", chunk 2^26", ", Triton", ", Triton, logits kept")
+    )
+    assert triton.flop == plain.flop == 6 / 5 * kept.flop
+    assert triton.passes < plain.passes / 3
+    # a tile is read twice, and its gradient written in two parts of two bytes
+    assert kept.passes == triton.passes > (4 + 4 + 2 * 2) * 512 * 8192
+
+
+def test_a_view_and_an_expanded_tensor_are_not_read_as_if_they_were_whole():
+    work = limits.Work()
+    x = torch.empty(8, 4, device="meta")
+    with limits._Counter(work):
+        x.T[:2]
+        x.add_(torch.empty(1, 1, device="meta").expand(8, 4))
+    assert work.passes == 2 * x.nbytes + 4
