@@ -2,16 +2,17 @@
 """What docs/steps.md has generated: a table per trainer, from docs/steps/NAME.json, and notes
 on the differences.
 
-The records are what `upref step NAME --json` printed; docs/steps.py of commit 3fd30ed9
-made those of the plug-ins. A step in them has `setting`, `family` (of the model), `error`
-(of its gradient, relative; None if it does not run), `cause` (of a difference, "" if it
-agrees) and `not_exercised` (numbers of the objective that the rows do not reach).
+The records are what `upref step NAME --json` printed; `python -m docs.steps` makes those of
+the plug-ins. A step in them has `setting`, `family` (of the model), `error` (of its
+gradient, relative; None if it does not run), `cause` (of a difference, "" if it agrees)
+and `not_exercised` (numbers of the objective that the rows do not reach).
 
 benchmarks/conformance.json has runs of the conformance suite by KIND/NAME: `errors` by case,
 `counts` by how cases ended, `known failures` (cases that fail as listed) and `unexpected`.
 """
 
 import tomllib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from upref import markdown
 from upref.conformance import CASES, SUITES
 from upref.conformance.cases import SINGLE
 from upref.conformance.results import read_expected_failures
-from upref.registry import get
+from upref.errors import InputError
+from upref.registry import Objective, get, names
+from upref.step import StepReport
 
 HERE = Path(__file__).parent / "steps"
 ADAPTERS = Path(__file__).parents[1] / "tests/conformance"
@@ -342,7 +345,66 @@ def notes() -> str:
 
 
 # ---- upref's plug-ins ----------------------------------------------------------------
-PLUGINS = ("upref.trl", "verl's plug-in")
+def by_trl(name: str) -> StepReport:
+    """Return the report on one step of a two-layer Qwen3 that
+    upref_frameworks.trl.training trains by this objective.
+
+    Raises:
+        RuntimeError: the step differs.
+    """
+    import trl
+
+    from upref.step.inputs.families import tiny
+    from upref_frameworks.trl.step import default_config
+    from upref_frameworks.trl.training import GRPOTrainer
+    from upref_frameworks.trl.twin import trl_twin
+
+    o, hp, beta = _settings(name)
+    # r off 1
+    twice = dict(
+        gradient_accumulation_steps=2,
+        steps_per_generation=4,
+        generation_batch_size=None,
+    )
+    fields = default_config().to_dict() | twice | dict(beta=beta, report_to="none")
+    config = trl.GRPOConfig(**fields)
+    return _agreeing(trl_twin(GRPOTrainer, o, hp, tiny("qwen3"), config))
+
+
+def by_verl(name: str) -> StepReport:
+    """Return the report on one step of upref_frameworks.verl.training in verl's worker.
+
+    Raises:
+        RuntimeError: the step differs.
+    """
+    import transformers
+
+    from upref_frameworks.verl.step import check_twin, settings_of_twin
+
+    o, hp, beta = _settings(name)
+    kl = dict(use_kl_loss=beta > 0, kl_loss_coef=beta, kl_loss_type=o.kl or "k3")
+    actor = dict(strategy="fsdp", entropy_coeff=0.0, use_dynamic_bsz=False) | kl
+    model = dict(hf_config=transformers.Qwen3Config(), use_remove_padding=True)
+    return _agreeing(check_twin(settings_of_twin(name, hp, actor, model)))
+
+
+PLUGINS = {"upref.trl": by_trl, "verl's plug-in": by_verl}
+
+
+def _settings(name: str) -> tuple[Objective, dict, float]:
+    """Return the objective, its hyperparameters without beta, and beta: the trainer
+    sets the coefficient of the KL term.
+    """
+    o = get(name)
+    hp = o.resolve({})
+    return o, hp, hp.pop("beta", 0.0)
+
+
+def _agreeing(report: StepReport) -> StepReport:
+    """Return the report. Raises RuntimeError, with its text, if the step differs."""
+    if not report:
+        raise RuntimeError(str(report))
+    return report
 
 
 def plugins() -> str:
@@ -365,3 +427,25 @@ def _plugin_cell(result: dict | str) -> str:
     if result["not_exercised"]:
         cell += f"; not exercised: {', '.join(result['not_exercised'])}"
     return cell
+
+
+def main() -> None:
+    """Write docs/steps/plugins.json: a step of each objective through each plug-in."""
+    results: dict[str, dict[str, dict | str]] = {}
+    for name in names():
+        results[name] = {}
+        for plugin, step in PLUGINS.items():
+            try:
+                report = step(name)
+                results[name][plugin] = {
+                    "error": report.error,
+                    "not_exercised": report.not_reached,
+                }
+            except InputError as e:
+                results[name][plugin] = str(e)
+    record.add(HERE / "plugins.json", "python -m docs.steps", results)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import upref
+from docs import steps
 from tests.support.daily import daily
 
 transformers = pytest.importorskip("transformers")
@@ -187,63 +188,11 @@ def test_a_strategy_without_a_twin_gets_a_sentence():
 
 
 # ---- every objective -----------------------------------------------------------------
-def settings_of(name):
-    """The objective, its hyperparameters, and the coefficient of its KL term, which is
-    the trainer's to set.
-    """
-    o = upref.get(name)
-    hp = o.resolve({})
-    return o, hp, hp.pop("beta", 0.0)
-
-
-def agreeing(report):
-    """The report; an error if the step differs."""
-    if not report:
-        raise RuntimeError(str(report))
-    return report
-
-
-def by_trl(name):
-    """One step of a two-layer Qwen3 that upref_frameworks.trl.training trains by this
-    objective.
-    """
-    import trl
-
-    from upref_frameworks.trl.step import default_config
-    from upref_frameworks.trl.training import GRPOTrainer
-
-    o, hp, beta = settings_of(name)
-    # r off 1
-    twice = {
-        "gradient_accumulation_steps": 2,
-        "steps_per_generation": 4,
-        "generation_batch_size": None,
-    }
-    fields = default_config().to_dict() | twice | {"beta": beta, "report_to": "none"}
-    config = trl.GRPOConfig(**fields)
-    return agreeing(trl_twin(GRPOTrainer, o, hp, tiny("qwen3"), config))
-
-
-def by_verl(name):
-    """The same of upref_frameworks.verl.training in verl's worker."""
-    from upref_frameworks.verl.step import check_twin, settings_of_twin
-
-    o, hp, beta = settings_of(name)
-    kl = {
-        "use_kl_loss": beta > 0,
-        "kl_loss_coef": beta,
-        "kl_loss_type": o.kl or "k3",
-    }
-    actor = {"strategy": "fsdp", "entropy_coeff": 0.0, "use_dynamic_bsz": False} | kl
-    model = {"hf_config": transformers.Qwen3Config(), "use_remove_padding": True}
-    return agreeing(check_twin(settings_of_twin(name, hp, actor, model)))
-
-
 @pytest.mark.parametrize("name", daily(upref.names(), 8))
-@pytest.mark.parametrize("plugin", [pytest.param(by_trl, marks=pytest.mark.trl),
-                                    pytest.param(by_verl, marks=pytest.mark.verl)])  # fmt: skip
+@pytest.mark.parametrize("plugin", [pytest.param(steps.by_trl, marks=pytest.mark.trl),
+                                    pytest.param(steps.by_verl, marks=pytest.mark.verl)])  # fmt: skip
 def test_a_plug_in_trains_by_every_objective(plugin, name):
-    pytest.importorskip("trl" if plugin is by_trl else "verl")
+    pytest.importorskip("trl" if plugin is steps.by_trl else "verl")
     try:
         assert plugin(name).error < 2e-5
     except upref.InputError as e:
@@ -268,6 +217,6 @@ def test_a_plug_in_that_trains_by_another_objective_differs(monkeypatch):
         return whole(model, fields, rows, dapo, {}, goal, **kw)
 
     monkeypatch.setattr(trl, "report", judged)
-    assert by_trl("dapo").error < 2e-5
+    assert steps.by_trl("dapo").error < 2e-5
     with pytest.raises(RuntimeError, match="NOT dapo"):
-        by_trl("up_dapo")
+        steps.by_trl("up_dapo")
