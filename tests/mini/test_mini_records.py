@@ -276,6 +276,7 @@ DRAFTS = {
     "docs/make.py": "temporary folder",
     "docs/site/gather.py": "folder that is made anew",
     "docs/site/objectives.py": "folder that is made anew",
+    "benchmarks/conformance.py": "temporary folder",
     "benchmarks/gpu/training.py": "temporary folder",
     "benchmarks/hidden.py": "/proc",
     "benchmarks/startup.py": "temporary folder",

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import upref.hidden
-from benchmarks import check, speed, tests as seconds
+from benchmarks import check, conformance, speed, tests as seconds
 from benchmarks.gpu import keep, limits, place
 from docs import gpu, record
 from tests import conftest
@@ -56,6 +56,36 @@ def test_all_that_stand_in_one_row_have_one_gradient(pair):
         )
 
 
+@pytest.mark.nightly
+def test_a_run_of_the_suite_is_recorded_with_what_is_otherwise_than_listed(
+    tmp_path, monkeypatch
+):
+    """The loop of the page passes; with half of the temperature a case is otherwise."""
+    pytest.importorskip("transformers", reason="it makes the suite's models")
+    page = conformance.PAGE.read_text(encoding="utf-8")
+    source = re.search(r"```python\n(# adapter\.py\n.*?)```", page, re.S)[1]
+    wrong = source.replace("/ temperature", "/ (temperature / 2)")
+    assert wrong != source
+    (tmp_path / "right.py").write_text(source)
+    (tmp_path / "wrong.py").write_text(wrong)
+    found = {
+        name: conformance.run_suite(
+            "plain", f"{tmp_path}/{name}.py:Plain", 0, 1, "temperature and 1.5"
+        )
+        for name in ("right", "wrong")
+    }
+    assert found["right"]["counts"] == {"passed": 1}
+    assert found["right"]["unexpected"] == []
+    assert max(found["right"]["errors"].values()) < 2e-5
+    assert found["wrong"]["unexpected"] == ["temperature/1.5"]
+    file = tmp_path / "runs.json"
+    for kind in ("right", "wrong"):
+        conformance.keep(f"green/{kind}", found[kind], file)
+    kept = record.rows(file)
+    assert list(kept) == ["green/right", "green/wrong"]
+    assert kept["green/wrong"]["counts"] == {"failed": 1}
+
+
 def test_the_rows_of_a_gpu_run_name_no_folder_of_the_machine(tmp_path):
     rows = tmp_path / "rows.jsonl"
     said = f"{ROOT}/repro/run.sh, {torch.__file__}, {sys.executable} in {ROOT}"
@@ -75,6 +105,7 @@ COMMANDS: dict[str, tuple[str, set[int]]] = {
     "check": ("", {0, 1}),  # 1: slower than a limit
     "gpu": ("--out {folder} --trial kernels-11 steps-7", {0}),
     "hidden": ("--quick accuracy memory", {0}),
+    "conformance": ("plain --out {folder}/runs.json", {0}),
     "step": ("--only padding_filled rounded_down", {0, 1}),  # 1: slower than a limit
     "proof": ("dapo", {0}),
     "replay": ("", {0}),
