@@ -332,7 +332,9 @@ def test_hyperparameters_by_what_they_mean():
 @pytest.mark.parametrize(
     ("name", "of", "meant"),
     [("vespo_k_pos", "vespo", "c1_pos"), ("lambda_neg", "vespo", "c2_neg"), ("k", "vespo", ""),
-     ("lambda_pos", "w_reinforce", "lam"), ("temperature_neg", "sapo", "tau_neg")],
+     ("lambda_pos", "w_reinforce", "lam"), ("temperature_neg", "sapo", "tau_neg"),
+     ("log_ratio_clip", "ppo_clip", ""), ("cliprange_value", "ppo_clip", ""),
+     ("clip_grad_norm", "ppo_clip", ""), ("adv_clip", "ppo_clip", "")],
 )  # fmt: skip
 def test_hyperparameters_by_their_words(name, of, meant):
     assert names.hyperparameter(name, {*get(of).hyperparameters}) == meant
@@ -373,6 +375,24 @@ def test_bounds_of_the_ratio_are_no_halves_of_a_clip():
     assert names.halves({"clip_low": 0.2, "clip_high": 0.2})
     assert not names.halves({"clip_low": 0.8, "clip_high": None})
     assert not names.halves({"clip_min": None, "clip_max": None})
+
+
+def with_guard(log_prob, old_log_prob, advantages, mask, clip_eps=0.2, eps=1e-8):
+    """Return PPO's loss, whose `eps` guards the division alone."""
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    J = torch.minimum(r * A, r.clamp(1 - clip_eps, 1 + clip_eps) * A)
+    return -J.sum() / (mask.sum() + eps)
+
+
+def test_an_eps_that_guards_a_division_is_no_clip():
+    def with_one_eps(log_prob, old_log_prob, advantages, mask, eps=1e-8):
+        return with_guard(log_prob, old_log_prob, advantages, mask, eps=eps)
+
+    loss = read(with_guard, get("ppo_clip"), {"eps": 0.1})
+    assert "eps = 0.1 -> clip_eps" in loss.read_as
+    assert read(with_guard, get("ppo_clip")).own_defaults == {"eps": 0.2}
+    assert not read(with_one_eps, get("ppo_clip")).accepts
 
 
 class Configured:
@@ -457,6 +477,13 @@ def test_names_that_are_no_role():
     none = "model batch inputs tokenizer config labels temperature threshold rollout_n kl_coef clip_eps group_size"
     for n in (*none.split(), "entropy_coef", "advantage_weight"):
         assert names.role(n) == "", n
+
+
+@pytest.mark.parametrize("name", ["invalid_mask", "masked_out", "is_pad", "done"])
+def test_what_is_true_where_no_token_trains_is_no_mask(name):
+    called = {"logp": "lp", "logp_old": "old_lp", "adv": "adv", "mask": name}
+    with pytest.raises(InputError, match=f"{name}=\\.\\.\\."):
+        read(make(called, CALLED))
 
 
 def old_first(a, b, c, d):

@@ -500,23 +500,26 @@ def _arguments_of_each(
 ) -> dict[str, tuple[str, ...]]:
     """Return hyperparameter -> the arguments of the loss that mean it: one, or the two
     halves of a clip that the objective has one `eps` for. Other arguments of which two
-    could mean one hyperparameter are left out, unless one has its name.
+    could mean one hyperparameter are left out, unless one has its name. So is an `eps`
+    that guards a division.
     """
     known = set(objective.hyperparameters)
-    meaning = {p: names.hyperparameter(p, known) for p in reading.settings}
+    defaults = _defaults(reading.settings)
+    may_mean = [p for p in defaults if not names.guards_division(p, defaults[p])]
+    meaning = {p: names.hyperparameter(p, known) for p in may_mean}
     arguments_for = Counter(meaning.values())
     arguments: dict[str, tuple[str, ...]] = {
         meant: (p,)
         for p, meant in meaning.items()
         if meant and arguments_for[meant] == 1
     }
-    arguments |= {p: (p,) for p in reading.settings if p in known}
+    arguments |= {p: (p,) for p in may_mean if p in known}
     if (
         "eps" in known
         and not arguments_for["eps"]
         and not known & {"eps_low", "eps_high"}
     ):
-        halves = names.halves(_defaults(reading.settings))
+        halves = names.halves(defaults)
         arguments |= {"eps": halves} if halves else {}
     return arguments
 

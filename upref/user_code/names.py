@@ -121,7 +121,25 @@ INVERTED = {
     "query",
     "input",
     "inverse",
+    "inverted",
+    "inv",
     "not",
+    "masked",
+    "invalid",
+    "bad",
+    "exclude",
+    "excluded",
+    "drop",
+    "dropped",
+    "discard",
+    "discarded",
+    "skip",
+    "skipped",
+    "out",
+    "env",
+    "environment",
+    "obs",
+    "observation",
 }
 # and what is none of these, whatever it is called beside
 ELSE = {
@@ -329,14 +347,21 @@ BESIDE_POLICY = {
 }
 
 
+# what is true where a response has ended
+ENDED = {"done", "dones", "finished", "terminated", "eos"}
+
+
 def may_be_mask(name: str) -> bool:
     """Tell whether an argument whose name tells no role may be the mask: any that is
-    not of a critic or of rewards.
+    not of a critic or of rewards, and not true where no token trains, as `is_pad`.
 
     Args:
         name: of an argument.
     """
-    return not set(words(name)) & BESIDE_POLICY
+    words_of_name = words(name)
+    is_of_padding = any(word.startswith("pad") for word in words_of_name)
+    says_otherwise = set(words_of_name) & (BESIDE_POLICY | INVERTED | ENDED)
+    return not is_of_padding and not says_otherwise
 
 
 def tells_mask(name: str) -> bool:
@@ -425,6 +450,25 @@ HIGH = {
 }
 
 
+# what is clipped in place of the ratio, as in `log_ratio_clip` and `clip_grad_norm`
+NO_RATIO = {
+    "log",
+    "logratio",
+    "kl",
+    "adv",
+    "advantage",
+    "advantages",
+    "grad",
+    "gradient",
+    "reward",
+    "rewards",
+    "value",
+    "values",
+    "vf",
+    "critic",
+}
+
+
 def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:
     """Return which of the known hyperparameters an argument means: `clip_ratio_low` ->
     eps_low, `kl_coef` -> beta; "" where it means none. A name that is known means itself;
@@ -450,7 +494,7 @@ def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:
         meant = "c"
     elif is_entropy and every & COEFFICIENT:
         meant = "entropy_coef"
-    elif any(w.startswith(("clip", "eps", "epsilon")) for w in every):
+    elif any(w.startswith(("clip", "eps")) for w in every) and not every & NO_RATIO:
         meant = "eps"
         if low and not high:
             meant = "eps_low"
@@ -468,6 +512,21 @@ def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:
         letter = "c1" if "k" in every else "c2"
         meant = f"{letter}_{signs.pop()}"
     return meant if meant in known else ""
+
+
+MOST_GUARD = 1e-5  # a clip is wider: GSPO's, the narrowest, is 3e-4
+
+
+def guards_division(name: str, default: Any) -> bool:
+    """Tell whether an argument keeps a denominator from 0, as `eps=1e-8` does, and is no
+    bound of a clip.
+
+    Args:
+        name: of the argument.
+        default: its default.
+    """
+    is_eps = any(word.startswith("eps") for word in words(name))
+    return is_eps and isinstance(default, float) and 0 < default <= MOST_GUARD
 
 
 def argument(key: str, arguments: Iterable[str]) -> str:
