@@ -338,7 +338,7 @@ def test_an_evaluation_of_a_step_is_no_second_run(tmp_path):
     assert not audit(run).statements
 
 
-@pytest.mark.parametrize("norms", [(0.4, 0.09, 0.5), (None, 0.09, None)])
+@pytest.mark.parametrize("norms", [(0.4, 0.0912, 0.5), (None, 0.0912, None)])
 def test_a_deviation_of_0_is_said_of_each_prompt(norms, tmp_path):
     """Where a trainer averages the deviations of the prompts, these may have different
     rewards.
@@ -351,6 +351,45 @@ def test_a_deviation_of_0_is_said_of_each_prompt(norms, tmp_path):
     (fact,) = audit(run).statements
     assert fact.text.startswith("the rewards of each prompt are equal at step 1")
     assert "nan" not in fact.text
+
+
+@pytest.mark.parametrize("seed", [1, 14, 28])
+def test_significant_digits_are_no_contradiction(seed, tmp_path):
+    """A console writes four of them, of a small number and of a large one."""
+    rows = [{k: float(f"{x:.4g}") for k, x in row.items()} for row in healthy(seed)]
+    assert not findings_of(rows, tmp_path / "log.jsonl")
+
+
+def scores(step, **others):
+    """Return a row of a log in which all responses have one score."""
+    least = {"critic/score/min": 1.0, "critic/score/max": 1.0, "actor/grad_norm": 0.123}
+    return {"step": step} | least | others
+
+
+def test_equal_scores_with_advantages_are_not_equal_rewards(tmp_path):
+    """With a KL in the reward, equal scores have different rewards."""
+    advantages = {"critic/advantages/min": -0.8, "critic/advantages/max": 0.9}
+    for others, stated in ((advantages, 0), (dict.fromkeys(advantages, 0.0), 1)):
+        rows = [scores(step, **others) for step in range(4)]
+        (run,) = read(write_lines(rows, tmp_path / "log.jsonl"))
+        assert len(audit(run).statements) == stated
+
+
+def test_a_number_that_was_rounded_to_0_is_no_0(tmp_path):
+    """With two decimals a share below 0.005 is written as 0."""
+    rows = [
+        {
+            "step": step,
+            "pg_clipfrac": 0.0,
+            "reward_std": 0.0,
+            "completions/clipped_ratio": share,
+            "completions/mean_terminated_length": 310.25,
+            "completions/mean_length": length,
+        }
+        for step, (share, length) in enumerate([(0.0, 313.75), (0.01, 317.5)] * 2)
+    ]
+    (run,) = read(write_lines(rows, tmp_path / "log.jsonl"))
+    assert not audit(run).statements
 
 
 def test_the_record_of_real_runs_has_what_the_page_says_of_it():

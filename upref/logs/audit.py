@@ -49,6 +49,9 @@ RELATED = (
     "ref_log_probs",
 )
 BY_K3 = ("kl_k3", "sampler_k3", "gap_js")
+ONE_TOKEN = 1e-6  # about the share of one token of a step
+ONE_RESPONSE = 1e-4  # the same of one response
+ONE_PROMPT = 1e-3  # the same of one prompt
 OFTEN = 0.25  # share of the steps from which on a fact is worth a note
 NEGATED_ENTROPY = "entropy_loss"  # some trainers log minus the entropy under this name
 FEWEST = 4  # steps from which a relation of two columns is read off
@@ -179,10 +182,17 @@ class Known:
 
     def error(self, key: str) -> Numbers:
         """Return how far each number of a scalar may be from what was computed, [N]:
-        half its last digit, and the rounding of float32.
+        half its last digit, and the rounding of float32. A log may keep as many decimals
+        of all numbers, or as many significant digits, as `f"{x:.4g}"` does. The larger
+        error counts.
         """
-        half = self.run.half_digit[self.column[key]]
-        error: Numbers = half + SINGLE * np.abs(self.values(key))
+        column = self.column[key]
+        size = np.abs(self.values(key))
+        decimals = self.run.half_digit[column]
+        with np.errstate(divide="ignore"):
+            first = np.floor(np.log10(size))  # the exponent of its first digit
+        significant = 0.5 * 10.0 ** (first + 1 - self.run.digits.get(column, 17))
+        error: Numbers = np.maximum(decimals, significant) + SINGLE * size
         return error
 
     def errors(self, keys: Sequence[str]) -> Numbers:
@@ -195,6 +205,12 @@ class Known:
         is below `digit`.
         """
         return self.run.half_digit[self.column[key]] < digit
+
+    def keeps(self, digit: float) -> bool:
+        """Return whether some scalar is written that finely, so that the log does not
+        round a number of that size to 0.
+        """
+        return any(self.is_finer(key, digit) for key in self.column)
 
     def state(
         self,
@@ -460,6 +476,8 @@ def none_was_cut(known: Known) -> Iterator[Statement]:
     """
     if not known.has("truncated") or not known.is_finer("truncated", 0.01):
         return
+    if not known.keeps(ONE_RESPONSE):
+        return
     whole = known.values("truncated") == 0
     for end in ("mean", "min", "max"):
         keys = ("truncated", f"ended_{end}", f"length_{end}")
@@ -533,7 +551,7 @@ def never_clipped(known: Known) -> Iterator[Statement]:
     """Yield the fact that no token was clipped, where the share is 0 at all steps, of
     which there are FEWEST at least.
     """
-    if not known.has("clip_fraction"):
+    if not known.has("clip_fraction") or not known.keeps(ONE_TOKEN):
         return
     x = known.values("clip_fraction")
     there = np.isfinite(x)
@@ -858,6 +876,11 @@ def equal_rewards(known: Known) -> Iterator[Statement]:
         equal = known.values("reward_std") == 0
     else:
         return
+    if len(keys) == 1 and not known.keeps(ONE_PROMPT):
+        return  # one prompt with different rewards may have been rounded away
+    if known.has("advantage_min", "advantage_max"):
+        for key in ("advantage_min", "advantage_max"):  # a KL may be part of the reward
+            equal = equal & ~(np.abs(known.values(key)) > known.error(key))
     text = what + " {steps}: an advantage within the group (GRPO, RLOO) is 0 there."
     severity: Severity = "fact"
     at = elsewhere = math.nan  # median norm of the gradient at these steps, and others
@@ -870,7 +893,10 @@ def equal_rewards(known: Known) -> Iterator[Statement]:
         text += " {grad} is {at:.3g} there in the median"
         if math.isfinite(elsewhere):
             text += ", and {elsewhere:.3g} at the other steps"
-        text += ". With such advantages that gradient comes from other terms, such as KL, entropy or a value loss."
+        text += ". With such advantages that gradient comes from other terms, such as KL, entropy or a value loss"
+        if known.has("reward_min") and (known.values("reward_min")[equal] % 1).any():
+            text += ", or from rounding: (R - mean)/std of equal rewards of 0.9 need not be 0 in float32"
+        text += "."
         if equal.sum() >= OFTEN * np.isfinite(known.values(keys[0])).sum():
             severity = "note"
     yield from known.state(

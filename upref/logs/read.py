@@ -33,6 +33,7 @@ class Run:
         steps: [N], the step of each row.
         columns: name -> numbers [N]; NaN where the row has none.
         half_digit: name -> half a unit of the last digit that was written.
+        digits: name -> the most significant digits that any of its numbers has.
         not_finite: name -> steps at which NaN or infinity was logged.
         repeated: name -> steps that have two different numbers in that column.
     """
@@ -42,6 +43,7 @@ class Run:
     steps: tuple[float, ...]
     columns: Mapping[str, Numbers]
     half_digit: Mapping[str, float]
+    digits: Mapping[str, int] = field(default_factory=dict)
     not_finite: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     repeated: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
@@ -294,7 +296,7 @@ def make_run(rows: Iterable[Mapping[str, float]], *, file: str, name: str = "") 
         joined = dict(sorted(joined.items()))
     steps = tuple(step for _, step in joined)
     names = dict.fromkeys(key for own in joined.values() for key in own)
-    columns, half_digit, not_finite = {}, {}, {}
+    columns, half_digit, digits, not_finite = {}, {}, {}, {}
     for key in names:
         if bare(key) in STEPS:
             continue
@@ -310,10 +312,11 @@ def make_run(rows: Iterable[Mapping[str, float]], *, file: str, name: str = "") 
         if not np.isnan(values).all():
             columns[key] = values
             half_digit[key] = _half_digit(values)
+            digits[key] = _significant_digits(values)
         elif bad:
             columns[key] = values
             half_digit[key] = 0.0
-    return Run(name, file, steps, columns, half_digit, not_finite, repeated)
+    return Run(name, file, steps, columns, half_digit, digits, not_finite, repeated)
 
 
 def _step_of(row: Mapping[str, float], number: int) -> tuple[str, float]:
@@ -331,9 +334,23 @@ def _half_digit(values: Numbers) -> float:
     """Return half a unit of the last decimal place that any of the finite numbers has:
     0.5 for whole numbers.
     """
-    places = 0  # the exponent of 10, at most 0
-    for value in values[np.isfinite(values)]:
-        exponent = Decimal(repr(float(value))).normalize().as_tuple().exponent
+    places = [last for _, last in _places(values)]
+    return 0.5 * 10.0 ** min(places, default=0)
+
+
+def _significant_digits(values: Numbers) -> int:
+    """Return how many digits the number with the most of them has, from its first one
+    that is not 0: 4 of 1000 and of 0.001234; 0 where all numbers are 0.
+    """
+    return max((first - last + 1 for first, last in _places(values)), default=0)
+
+
+def _places(values: Numbers) -> Iterator[tuple[int, int]]:
+    """Yield the exponents of 10 of the first and of the last digit of each finite
+    number that is not 0. That of the last one is at most 0.
+    """
+    for value in values[np.isfinite(values) & (values != 0)]:
+        number = Decimal(repr(float(value))).normalize()
+        exponent = number.as_tuple().exponent
         assert isinstance(exponent, int)
-        places = min(places, exponent)
-    return 0.5 * 10.0**places
+        yield number.adjusted(), min(exponent, 0)
