@@ -385,35 +385,30 @@ def _loss_with_hyperparameters(
     arguments = _arguments_of_each(reading, objective)
     hp = _without_bonus(name, reading, objective, reads, hp)
     hp, passed = _separate_settings(name, reading, objective, hp)
-    # an argument that is set by the objective's name for it and by its own
-    if twice := [(k, p) for k in hp for p in arguments.get(k, ()) if p in passed]:
-        key, argument = twice[0]
-        if len(arguments[key]) > 1:
-            sets = f"{key} sets {' and '.join(arguments[key])} of {name}"
-        else:
-            sets = f"{key} and {argument} are one argument of {name}"
-        raise InputError(f"{sets}: give {key} alone.")
+    _refuse_set_twice(name, arguments, hp, passed)
     resolved = objective.resolve(hp)
-    given = {p for pair in arguments.values() for p in pair} | {*passed}
+    given = set(passed)
+    for arguments_of_one in arguments.values():
+        given.update(arguments_of_one)
     _refuse_unbound(name, reading, [p for p in reading.needed if p not in given])
-    bound = {k: v for k, v in hp.items() if k in arguments or reading.accepts_kwargs}
-    # an argument without a default gets the objective's default
-    bound |= {
-        k: resolved[k]
-        for k, pair in arguments.items()
-        if any(p in reading.needed for p in pair)
-    }
-    own_defaults = {
-        k: _common_default(reading, pair)
-        for k, pair in arguments.items()
-        if k not in bound and not any(p in passed for p in pair)
-    }
-    renamed = [
-        f"{k} = {hp[k]} -> {', '.join(arguments[k])}"
-        for k in hp
-        if arguments.get(k, (k,)) != (k,)
-    ]
 
+    bound = {}
+    unbound = {}
+    for key, value in hp.items():
+        if key in arguments or reading.accepts_kwargs:
+            bound[key] = value
+        else:
+            unbound[key] = value
+    # an argument without a default gets the objective's default
+    for key, arguments_of_one in arguments.items():
+        if any(argument in reading.needed for argument in arguments_of_one):
+            bound[key] = resolved[key]
+
+    renamed = []
+    for key, value in hp.items():
+        arguments_of_one = arguments.get(key, (key,))
+        if arguments_of_one != (key,):
+            renamed.append(f"{key} = {value} -> {', '.join(arguments_of_one)}")
     if objective.name != no_objective().name:
         renamed += _of_the_loss_alone(objective, arguments, passed)
 
@@ -421,9 +416,10 @@ def _loss_with_hyperparameters(
         """Return what the loss returns with these hyperparameters, each given as the
         argument that means it, and with what only the loss has.
         """
-        by_argument = {
-            p: v for k, v in settings.items() for p in arguments.get(k, (k,))
-        }
+        by_argument = {}
+        for key, value in settings.items():
+            for argument in arguments.get(key, (key,)):
+                by_argument[argument] = value
         return call(full, passed | by_argument)
 
     return Loss(
@@ -431,28 +427,65 @@ def _loss_with_hyperparameters(
         call_with_settings,
         objective,
         reads,
-        frozenset(arguments),
-        reading.accepts_kwargs,
-        bound,
+        accepts=frozenset(arguments),
+        accepts_kwargs=reading.accepts_kwargs,
+        bound_args=bound,
         read_as="; ".join(filter(None, (read_as, *renamed))),
         assumptions=_assumptions_on_settings(reading),
         unfed=_unfed_arguments(reading, given),
-        unbound={
-            k: v
-            for k, v in hp.items()
-            if k not in arguments and not reading.accepts_kwargs
-        },
-        own_defaults={
-            k: v
-            for k, v in own_defaults.items()
-            if isinstance(v, int | float) and not isinstance(v, bool)
-        },
+        unbound=unbound,
+        own_defaults=_own_defaults(reading, arguments, {*bound}, {*passed}),
     )
+
+
+def _refuse_set_twice(
+    name: str,
+    arguments: Mapping[str, Sequence[str]],
+    hp: Mapping[str, Any],
+    passed: Mapping[str, Any],
+) -> None:
+    """Raise InputError where the user set one argument of the loss by the objective's name
+    for it, in `hp`, and by its own name, in `passed`.
+    """
+    for key in hp:
+        for argument in arguments.get(key, ()):
+            if argument not in passed:
+                continue
+            if len(arguments[key]) > 1:
+                sets = f"{key} sets {' and '.join(arguments[key])} of {name}"
+            else:
+                sets = f"{key} and {argument} are one argument of {name}"
+            raise InputError(f"{sets}: give {key} alone.")
+
+
+def _own_defaults(
+    reading: Reading,
+    arguments: Mapping[str, Sequence[str]],
+    bound: set[str],
+    passed: set[str],
+) -> dict[str, float]:
+    """Return the hyperparameters that stay at a number that is the loss's own default,
+    with this number.
+
+    Args:
+        reading: the arguments of the loss.
+        arguments: hyperparameter -> the arguments that mean it.
+        bound: the hyperparameters that the loss gets.
+        passed: the arguments that the user set by their own names.
+    """
+    own_defaults = {}
+    for key, arguments_of_one in arguments.items():
+        if key in bound or passed.intersection(arguments_of_one):
+            continue
+        default = _common_default(reading, arguments_of_one)
+        if isinstance(default, int | float) and not isinstance(default, bool):
+            own_defaults[key] = default
+    return own_defaults
 
 
 def _common_default(reading: Reading, arguments: Sequence[str]) -> Any:
     """Return the default that all of these arguments have; None where they differ."""
-    first, *others = (reading.settings[p].default for p in arguments)
+    first, *others = (reading.settings[argument].default for argument in arguments)
     return first if all(other == first for other in others) else None
 
 
@@ -505,22 +538,25 @@ def _arguments_of_each(
     """
     known = set(objective.hyperparameters)
     defaults = _defaults(reading.settings)
-    may_mean = [p for p in defaults if not names.guards_division(p, defaults[p])]
-    meaning = {p: names.hyperparameter(p, known) for p in may_mean}
-    arguments_for = Counter(meaning.values())
-    arguments: dict[str, tuple[str, ...]] = {
-        meant: (p,)
-        for p, meant in meaning.items()
-        if meant and arguments_for[meant] == 1
-    }
-    arguments |= {p: (p,) for p in may_mean if p in known}
-    if (
-        "eps" in known
-        and not arguments_for["eps"]
-        and not known & {"eps_low", "eps_high"}
-    ):
+    may_mean = [
+        argument
+        for argument, default in defaults.items()
+        if not names.guards_division(argument, default)
+    ]
+    meaning = {argument: names.hyperparameter(argument, known) for argument in may_mean}
+    count_of = Counter(meaning.values())
+    arguments: dict[str, tuple[str, ...]] = {}
+    for argument, meant in meaning.items():
+        if meant and count_of[meant] == 1:
+            arguments[meant] = (argument,)
+    for argument in may_mean:
+        if argument in known:
+            arguments[argument] = (argument,)
+    has_one_eps = "eps" in known and not known & {"eps_low", "eps_high"}
+    if has_one_eps and count_of["eps"] == 0:
         halves = names.halves(defaults)
-        arguments |= {"eps": halves} if halves else {}
+        if halves:
+            arguments["eps"] = halves
     return arguments
 
 
@@ -549,23 +585,24 @@ def _separate_settings(
     Raises:
         InputError: neither has a setting of this name.
     """
-    # what is no hyperparameter of the objective -> the loss's own argument of that name
-    others = {
-        k: names.arguments(k, _defaults(reading.settings))
-        for k in hp
-        if k not in objective.hyperparameters
-    }
-    if unknown := [
-        k
-        for k, pair in others.items()
-        if not pair and reading.accepts_kwargs and objective.name != no_objective().name
-    ]:
-        raise InputError(
-            f"{unknown[0]!r} is not a hyperparameter of {objective.name} or a named argument of {name}."
-        )
-    of_loss = {k: pair for k, pair in others.items() if pair or reading.accepts_kwargs}
-    passed = {p: hp[k] for k, pair in of_loss.items() for p in pair or (k,)}
-    return {k: v for k, v in hp.items() if k not in of_loss}, passed
+    of_objective = {}
+    of_loss = {}
+    for key, value in hp.items():
+        if key in objective.hyperparameters:
+            of_objective[key] = value
+            continue
+        own_arguments = names.arguments(key, _defaults(reading.settings))
+        if own_arguments:
+            of_loss.update(dict.fromkeys(own_arguments, value))
+        elif not reading.accepts_kwargs:
+            of_objective[key] = value  # the objective refuses it with its own sentence
+        elif objective.name == no_objective().name:
+            of_loss[key] = value
+        else:
+            raise InputError(
+                f"{key!r} is not a hyperparameter of {objective.name} or a named argument of {name}."
+            )
+    return of_objective, of_loss
 
 
 def _refuse_unbound(name: str, reading: Reading, unbound: list[str]) -> None:
@@ -586,17 +623,9 @@ def _refuse_unbound(name: str, reading: Reading, unbound: list[str]) -> None:
             "the critic's loss by `--as-value`."
         )
     if all(map(names.counts_tokens, unbound)):
-        inner = name.rpartition(":")[2]
-        roles = {p: names.CALLED[r] for p, r in reading.roles.items()}
-        roles |= dict.fromkeys(unbound, "totals.tokens")
-        given = ", ".join(f"{p}={value}" for p, value in roles.items())
-        takes = ", ".join(
-            dict.fromkeys(value.partition(".")[0] for value in roles.values())
-        )
-        outer = "wrapped" if inner == "loss" else "loss"
         raise InputError(
             f"{name} needs {unbound[0]!r}, by its name a number of tokens, which changes with the batch: "
-            f"check a wrapper in its file, `def {outer}({takes}): return {inner}({given})`; "
+            f"check a wrapper in its file, `{_wrapper_with_totals(name, reading, unbound)}`; "
             f"{locate_page(WRAP_PAGE)} has examples."
         )
     raise InputError(
@@ -604,6 +633,20 @@ def _refuse_unbound(name: str, reading: Reading, unbound: list[str]) -> None:
         f"functools.partial({name.rpartition(':')[2]}, {unbound[0]}=VALUE); if it changes with the batch, write a "
         f"wrapper: {locate_page(WRAP_PAGE)} has examples."
     )
+
+
+def _wrapper_with_totals(name: str, reading: Reading, counts: Sequence[str]) -> str:
+    """Write a wrapper that gives the loss the tokens of its mini-batch, `totals.tokens`,
+    as each of the arguments `counts`.
+    """
+    inner = name.rpartition(":")[2]
+    outer = "wrapped" if inner == "loss" else "loss"
+    values = {argument: names.CALLED[role] for argument, role in reading.roles.items()}
+    values |= dict.fromkeys(counts, "totals.tokens")
+    given = ", ".join(f"{argument}={value}" for argument, value in values.items())
+    # each once, in order: `totals` of `totals.tokens`
+    inputs = dict.fromkeys(value.partition(".")[0] for value in values.values())
+    return f"def {outer}({', '.join(inputs)}): return {inner}({given})"
 
 
 def _assumptions_on_settings(reading: Reading) -> tuple[str, ...]:

@@ -108,7 +108,9 @@ class ArrayFunction:
         value = _Pulled.apply(value, pull, *tensors)
         if key is None:
             return value
-        return answer | {key: value} if key else (value, *answer[1:])
+        if key == 0:
+            return (value, *answer[1:])
+        return answer | {key: value}
 
     @property
     def is_slow(self) -> bool:
@@ -235,7 +237,9 @@ class JaxFunction(ArrayFunction):
                 loss_by, *(arrays[i] for i in needed), has_aux=True
             )
             is_scalar = getattr(loss, "shape", None) == ()
-            return answer, pull(jax.numpy.ones_like(loss)) if is_scalar else None
+            if not is_scalar:
+                return answer, None
+            return answer, pull(jax.numpy.ones_like(loss))
 
         return self._run(("forward", needed, _key(arguments)), forward, arrays)
 

@@ -95,14 +95,13 @@ def _numbers_kept(function: Callable[..., Any]) -> Iterator[Place]:
             continue
         seen.add(id(value))
         for place, inside in _parts(value):
-            if _is_number(inside):
-                if place is not None:
-                    yield place
-            elif isinstance(inside, torch.Tensor):
+            if isinstance(inside, torch.Tensor):
                 if inside.numel() == 1 and not inside.requires_grad:
                     yield Place(inside)
-            else:
+            elif not _is_number(inside):
                 waiting.append((inside, depth + 1))
+            elif place is not None:
+                yield place
 
 
 def _is_number(value: Any) -> bool:
@@ -122,16 +121,21 @@ def _parts(value: Any) -> Iterator[tuple[Place | None, Any]]:
         yield None, value.__func__
     elif isinstance(value, functools.partial):
         yield None, value.func
-        yield from ((None, x) for x in (*value.args, *value.keywords.values()))
+        for inside in (*value.args, *value.keywords.values()):
+            yield None, inside
     elif isinstance(value, dict):
-        yield from ((Place(value, key), x) for key, x in list(value.items()))
+        for key, inside in list(value.items()):
+            yield Place(value, key), inside
     elif isinstance(value, list):
-        yield from ((Place(value, i), x) for i, x in enumerate(value))
+        for i, inside in enumerate(value):
+            yield Place(value, i), inside
     elif isinstance(value, tuple):
-        yield from ((None, x) for x in value)
+        for inside in value:
+            yield None, inside
     elif _is_of_user(type(value)):
         attributes = getattr(value, "__dict__", {})
-        yield from ((Place(value, key), x) for key, x in list(attributes.items()))
+        for key, inside in list(attributes.items()):
+            yield Place(value, key), inside
         if callable(value):
             yield None, type(value).__call__
 

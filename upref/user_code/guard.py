@@ -297,23 +297,20 @@ def state_restored() -> Iterator[set[str]]:
     changed: set[str] = set()
     with _turn:
         _changed_in_checks.append(changed)
+        state = STATE | RANDOM
+        # an inner check has nothing around it to restore
+        if len(_changed_in_checks) == 1:
+            state |= AROUND
         try:
-            # an inner check has nothing around it to restore
-            with (
-                one_thread(),
-                _with_state_restored(
-                    STATE | RANDOM | (AROUND if len(_changed_in_checks) == 1 else {})
-                ),
-                _no_exit(),
-            ):
+            with one_thread(), _with_state_restored(state), _no_exit():
                 yield changed
         except (SystemExit, GeneratorExit, Ended, Gone, MemoryError, RuntimeError) as e:
             if isinstance(e, RuntimeError) and not is_out_of_memory(e):
                 raise
             stop = e if isinstance(e, Gone) else gone("it", e)
-            raise (
-                InputError(str(stop)) if len(_changed_in_checks) == 1 else stop
-            ) from None
+            if len(_changed_in_checks) == 1:
+                raise InputError(str(stop)) from None
+            raise stop from None
         finally:
             _changed_in_checks[:] = [s for s in _changed_in_checks if s is not changed]
 
@@ -465,14 +462,12 @@ def call_guarded(
     try:
         with _turn:
             output.stream = sys.stdout
-            # in a check, a loss that draws is noted
-            state = _with_state_restored(
-                STATE if _changed_in_checks else STATE | RANDOM
-            )
+            # a check restores the random state itself, and notes a loss that draws
+            state = STATE if _changed_in_checks else STATE | RANDOM
             with (
                 contextlib.redirect_stdout(output),
                 warnings.catch_warnings(),
-                state,
+                _with_state_restored(state),
             ):
                 warnings.simplefilter("ignore")
                 answer = _call_within(lines, call)

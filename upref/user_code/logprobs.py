@@ -161,21 +161,12 @@ class Kernel(UserFunction):
             for name, tensor in problem.leaves.items()
         }
         shape = problem.tokens.shape
-
-        def flatten(tensor: Tensor) -> Tensor:
-            """Return [N, ...] for [B, T, ...], where the function takes flat tokens."""
-            return tensor.flatten(0, len(shape) - 1) if self.flat else tensor
-
-        inputs = {
-            name: leaf if name == "weight" else flatten(leaf.clone())
-            for name, leaf in leaves.items()
-        }
-        inputs["tokens"] = flatten(problem.tokens)
-        settings = {
-            argument: getattr(problem, setting)
-            for setting, argument in self.settings.items()
-            if getattr(problem, setting) is not None
-        }
+        inputs = self._inputs(problem, leaves)
+        settings = {}
+        for setting, argument in self.settings.items():
+            value = getattr(problem, setting)
+            if value is not None:
+                settings[argument] = value
         if before is not None:
             self._call_with_weight(inputs, settings, before)
         before_call = Snapshot(inputs)
@@ -189,11 +180,10 @@ class Kernel(UserFunction):
             name: output.detach().double().reshape(shape)
             for name, output in outputs.items()
         }
-        upstream = {
-            name: flatten(g).to(outputs[name].dtype)
-            for name, g in (("log-prob", problem.g), ("entropy", problem.g_H))
-            if name in outputs and g is not None
-        }
+        upstream = {}
+        for name, g in (("log-prob", problem.g), ("entropy", problem.g_H)):
+            if name in outputs and g is not None:
+                upstream[name] = self._flattened(g, shape).to(outputs[name].dtype)
         before_backward = Snapshot(
             {f"the upstream gradient of the {name}": g for name, g in upstream.items()}
         )
@@ -228,6 +218,32 @@ class Kernel(UserFunction):
                 second_backward = self._compare_second_backward(go_back, grads)
         wrote = before_call.changed() | before_backward.changed()
         return KernelOutcome(numbers, wrote, printed, second_backward)
+
+    def _inputs(
+        self, problem: Problem, leaves: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the tensors of one call by role: copies of the leaves, but the leaf of
+        the weight itself, and the tokens.
+        """
+        shape = problem.tokens.shape
+        inputs = {}
+        for name, leaf in leaves.items():
+            if name == "weight":
+                inputs[name] = leaf
+            else:
+                inputs[name] = self._flattened(leaf.clone(), shape)
+        inputs["tokens"] = self._flattened(problem.tokens, shape)
+        return inputs
+
+    def _flattened(self, tensor: Tensor, shape: torch.Size) -> Tensor:
+        """Return [N, ...] for [B, T, ...] where the function takes flat tokens; else the
+        tensor as it is.
+
+        Args:
+            tensor: of one entry for each token, or more.
+            shape: of the tokens.
+        """
+        return tensor.flatten(0, len(shape) - 1) if self.flat else tensor
 
     def _call_with_weight(
         self, inputs: dict[str, Tensor], settings: dict[str, Any], numbers: Tensor
@@ -373,28 +389,24 @@ def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Ker
         raise InputError(
             f"{name} names no arguments: check `def f(hidden, weight, tokens, temperature): ...`."
         )
-    settings = {
-        s: p.name for p in all_parameters if (s := _entry_named(p.name, SETTINGS))
-    }
-    cuts = {s: p.name for p in all_parameters if (s := CUTS.get(p.name.lower(), ""))}
-    settings |= cuts
-    roles = {
-        p.name: r
-        for p in all_parameters
-        if (r := _role(p.name)) and p.name not in cuts.values() and _may_be_tensor(p)
-    }
+    settings = _settings_by_name(all_parameters)
+    roles = _roles_by_name(all_parameters)
     free = [
         p.name
         for p in all_parameters
         if p.default is p.empty and p.name not in (*roles, *settings.values())
     ]
-    temperature_missing = [] if "temperature" in settings else ["temperature"]
     kind = _kind_of_inputs(all_parameters, set(roles.values()))
-    missing = [r for r in MAIN[kind] if r not in roles.values()] + temperature_missing
-    # what no name says, in order; the last is the temperature
+    missing = [role for role in MAIN[kind] if role not in roles.values()]
+    if "temperature" not in settings:
+        missing.append("temperature")
+    # as many arguments are left as inputs: they are in this order
     if len(free) == len(missing):
-        settings |= {"temperature": free.pop()} if temperature_missing else {}
-        roles |= dict(zip(free, missing, strict=False))
+        for argument, meant in zip(free, missing, strict=True):
+            if meant == "temperature":
+                settings["temperature"] = argument
+            else:
+                roles[argument] = meant
     if kind == "logits" and "tokens" not in roles.values() and not free:
         raise InputError(
             f"{name} takes no tokens: an entropy is checked beside the log-probabilities. Check "
@@ -407,6 +419,34 @@ def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Ker
             name, fn, reading, kind, settings, softcap=softcap, logit_scale=logit_scale
         )
     )
+
+
+def _settings_by_name(all_parameters: list[inspect.Parameter]) -> dict[str, str]:
+    """Return the arguments whose names tell a setting or a cut of the sampler, by
+    setting.
+    """
+    settings = {}
+    for parameter in all_parameters:
+        setting = _entry_named(parameter.name, SETTINGS)
+        if setting:
+            settings[setting] = parameter.name
+    for parameter in all_parameters:
+        cut = CUTS.get(parameter.name.lower(), "")
+        if cut:
+            settings[cut] = parameter.name
+    return settings
+
+
+def _roles_by_name(all_parameters: list[inspect.Parameter]) -> dict[str, str]:
+    """Return the roles of the arguments whose names tell one, by argument. What is no
+    tensor by its default has none.
+    """
+    roles = {}
+    for parameter in all_parameters:
+        role = _role(parameter.name)
+        if role and _may_be_tensor(parameter):
+            roles[parameter.name] = role
+    return roles
 
 
 def _kind_of_inputs(
@@ -433,7 +473,8 @@ def _kind_of_inputs(
 
 def _entry_named(name: str, table: Mapping[str, set[str]]) -> str:
     """Return the key of the first entry that shares a word with the name, or ""."""
-    return next((k for k, told in table.items() if told & set(names.words(name))), "")
+    words_of_name = set(names.words(name))
+    return next((key for key, told in table.items() if told & words_of_name), "")
 
 
 def _may_be_tensor(parameter: inspect.Parameter) -> bool:

@@ -229,40 +229,51 @@ class Loss:
         Returns:
             Role -> input.
         """
-        adv = batch.adv.expand_as(batch.mask)
-        if self.adv_shape not in ("BT", ROWS):
-            adv = per_response(adv, batch.mask)
-            adv = {
-                "B": adv,
-                "B1": adv[:, None],
-                FIRST: adv[:, None].expand(batch.mask.shape),
-            }[self.adv_shape]
+        adv = self._advantages(batch)
+        mask = batch.mask.to(batch.logp.dtype) if self.float_mask else batch.mask
         totals = batch.counts
-        given = {
+        given: dict[str, Any] = {
             "logp": batch.logp.detach(),
             "logp_old": batch.logp_old,
             "adv": adv,
-            "mask": batch.mask.to(batch.logp.dtype) if self.float_mask else batch.mask,
+            "mask": mask,
             "totals": totals,
             "ranks": ranks,
+            # micro-batches of this size in the mini-batch
             "parts": max(1, round(float(totals.sequences) / len(batch.mask))),
         }
         optional = {
-            "logp_ref": batch.logp_old if batch.logp_ref is None else batch.logp_ref,
-            "logp_sampler": batch.logp_old
-            if batch.logp_sampler is None
-            else batch.logp_sampler,
+            "logp_ref": batch.logp_ref,
+            "logp_sampler": batch.logp_sampler,
             "group": batch.group,
             "entropy": batch.entropy,
         }
+        for policy in ("logp_ref", "logp_sampler"):
+            if optional[policy] is None:
+                optional[policy] = batch.logp_old
         if optional["group"] is None:
             optional["group"] = torch.zeros(len(batch.mask), dtype=torch.int64)
         if optional["entropy"] is None:
             optional["entropy"] = torch.ones_like(batch.logp_old)
         takes_all = self.takes_batch or bool(self.framework)
-        return given | {
-            k: v for k, v in optional.items() if takes_all or k in self.reads
+        for role, value in optional.items():
+            if takes_all or role in self.reads:
+                given[role] = value
+        return given
+
+    def _advantages(self, batch: Rollouts) -> Tensor:
+        """Return the advantages of a batch in the shape in which the loss takes them."""
+        of_tokens = batch.adv.expand_as(batch.mask)
+        if self.adv_shape in ("BT", ROWS):
+            return of_tokens
+        of_responses = per_response(of_tokens, batch.mask)
+        column = of_responses[:, None]
+        by_shape = {
+            "B": of_responses,
+            "B1": column,
+            FIRST: column.expand(batch.mask.shape),
         }
+        return by_shape[self.adv_shape]
 
     def run(
         self,
@@ -383,41 +394,41 @@ class Loss:
         Raises:
             InputError: it returned no scalar and no terms of these shapes.
         """
-        first, wrapped = self._tensor(answer)
-        first = _plain(first)
-        kinds = {
-            "complex": first.is_complex(),
-            "nested": first.is_nested,
-            "meta": first.is_meta,
-        }
-        kinds[str(first.layout).removeprefix("torch.")] = (
-            first.layout is not torch.strided
-        )
-        if odd := next((kind for kind, it_is in kinds.items() if it_is), ""):
+        found, wrapped = self._tensor(answer)
+        loss = _plain(found)
+        if odd := _odd_kind(loss):
             raise InputError(
                 f"{self.name} returns a {odd} tensor: return a real, dense one that holds numbers."
             )
         B, T = batch.mask.shape
-        if first.ndim and first.shape in {(B, T), (B,), (B, 1)}:
-            terms = first[:, 0] if first.shape == (B, 1) and T > 1 else first
-            objective = self.objective
-            visible = self.visible_batch(batch)
-            if terms.ndim == 2 and objective.agg == "seq-mean":
-                if objective.level == "sequence_product":
-                    agg = "seq-mean-token-sum"
-                else:
-                    agg = "seq-mean-token-mean"
-            else:
-                agg = "seq-mean" if terms.ndim == 1 else objective.agg
+        if loss.ndim and loss.shape in {(B, T), (B,), (B, 1)}:
+            # [B, 1] is one number for each response, where T > 1
+            terms = loss[:, 0] if loss.shape == (B, 1) and T > 1 else loss
             form = PER_RESPONSE if terms.ndim == 1 else UNREDUCED
+            visible = self.visible_batch(batch)
+            agg = self._aggregation(terms)
             value = aggregate(terms, batch.mask, agg, visible.group, visible.totals)
             return value, form, wrapped
-        if first.numel() != 1:
+        if loss.numel() != 1:
             raise InputError(
-                f"{self.name} returns shape {list(first.shape)} for inputs of shape {list(batch.mask.shape)}: "
+                f"{self.name} returns shape {list(loss.shape)} for inputs of shape {list(batch.mask.shape)}: "
                 "return a scalar, or an unreduced [B, T] or [B]."
             )
-        return first.reshape(()), SCALAR, wrapped
+        return loss.reshape(()), SCALAR, wrapped
+
+    def _aggregation(self, terms: Tensor) -> str:
+        """Return the name of the aggregation that the objective has for unreduced terms,
+        [B, T] or [B].
+        """
+        objective = self.objective
+        if terms.ndim == 1:
+            return "seq-mean"
+        if objective.agg != "seq-mean":
+            return objective.agg
+        # the objective has one term for each response, and the loss one for each token
+        if objective.level == "sequence_product":
+            return "seq-mean-token-sum"
+        return "seq-mean-token-mean"
 
     def _tensor(self, answer: Any) -> tuple[Tensor, str]:
         """Find the loss in what the function returned.
@@ -430,28 +441,23 @@ class Loss:
         """
         if isinstance(answer, Tensor):
             return answer, ""
-        kind = f"{self.name} returns {describe_kind(answer)}"
-        where = "its entry `loss`"
         if isinstance(answer, dict):
-            first = answer.get("loss")
+            entry = answer.get("loss")
         else:
-            first = getattr(answer, "loss", None)
-        if (
-            not isinstance(first, Tensor)
-            and isinstance(answer, tuple | list)
-            and answer
-        ):
-            first = answer[0]
-            where = "its first element"
-            if any(isinstance(x, Tensor) and x.requires_grad for x in answer[1:]):
-                where = ALSO_LIVE
-                if isinstance(first, Tensor) and not first.requires_grad:
-                    raise InputError(
-                        f"{kind} of {len(answer)}, of which the first has no gradient. {_RETURN}"
-                    )
+            entry = getattr(answer, "loss", None)
+        if isinstance(entry, Tensor):
+            return entry, "its entry `loss`"
+        first = answer[0] if isinstance(answer, tuple | list) and answer else None
         if not isinstance(first, Tensor):
             raise InputError(_no_tensor(self.name, answer))
-        return first, where
+        if not any(isinstance(x, Tensor) and x.requires_grad for x in answer[1:]):
+            return first, "its first element"
+        if not first.requires_grad:
+            kind = f"{self.name} returns {describe_kind(answer)}"
+            raise InputError(
+                f"{kind} of {len(answer)}, of which the first has no gradient. {_RETURN}"
+            )
+        return first, ALSO_LIVE
 
     def outcome(
         self,
@@ -744,6 +750,19 @@ class _Stepped(torch.autograd.Function):
 _WRAPPER = "def loss(log_prob, old_log_prob, advantages, mask): return f(...)"
 _RETURN = f"Check a wrapper: `{_WRAPPER}[i]` with the place or key of the loss for i."
 LISTED = 12  # keys or elements that a message lists
+
+
+def _odd_kind(loss: Tensor) -> str:
+    """Return what keeps a tensor from being a loss, in words: it is complex, nested, meta,
+    or not dense; "" where nothing does.
+    """
+    kinds = {
+        "complex": loss.is_complex(),
+        "nested": loss.is_nested,
+        "meta": loss.is_meta,
+        str(loss.layout).removeprefix("torch."): loss.layout is not torch.strided,
+    }
+    return next((kind for kind, is_so in kinds.items() if is_so), "")
 
 
 def _no_tensor(name: str, answer: Any) -> str:

@@ -57,6 +57,8 @@ NEW = (
 LOG_P = re.compile(
     r"log_?p(rob(abilitie)?|s|i|\b|_|$)|(^|_)lps?(_|$)|log_?likelihood|(^|_)ll(_|$)"
 )
+# a policy and its log-probabilities without a separator, as `oldlogprobs`, `logpsref`
+JOINED = re.compile(r"(old|ref|new)?(logp(?:rob)?s?|lps?)(old|ref|new)?")
 COUNTS = {
     "coef",
     "coeff",
@@ -267,22 +269,17 @@ def _role_of_log_prob(words_of_name: list[str]) -> str:
     """Return which policy's log-probabilities a name means, by its words: logp_ref,
     logp_old or logp, in this order where several fit; "" where it means none.
     """
-    # words without a separator, as `oldlogprobs` and `logpsref`
-    joined_words = [
-        match
-        for match in (
-            re.fullmatch(r"(old|ref|new)?(logp(?:rob)?s?|lps?)(old|ref|new)?", w)
-            for w in words_of_name
-        )
-        if match
-    ]
-    is_log_prob = bool(LOG_P.search("_".join(words_of_name)) or joined_words)
-    all_words = [
-        *words_of_name,
-        *(x for match in joined_words for x in (match[1], match[3]) if x),
-    ]
+    is_log_prob = bool(LOG_P.search("_".join(words_of_name)))
+    all_words = [*words_of_name]
+    for word in words_of_name:
+        joined = JOINED.fullmatch(word)
+        if joined is None:
+            continue
+        is_log_prob = True
+        policies = (joined[1], joined[3])  # None where it has none on this side
+        all_words.extend(policy for policy in policies if policy)
     # `old`, `ref_`, `new`
-    is_policy_alone = all(w in (*OLD, *REFERENCE, *NEW) for w in all_words)
+    is_policy_alone = all(word in (*OLD, *REFERENCE, *NEW) for word in all_words)
     if not (is_log_prob or is_policy_alone) or set(all_words) & COUNTS:
         return ""
     if any(w in REFERENCE for w in all_words):
@@ -292,6 +289,19 @@ def _role_of_log_prob(words_of_name: list[str]) -> str:
     return "logp"
 
 
+# words of a probability that is no logarithm, of ratios of two, and of logits
+OF_PROBABILITY = {
+    "prob",
+    "probs",
+    "probability",
+    "probabilities",
+    "ratios",
+    "logits",
+    "logit",
+    "pi",
+}
+
+
 def not_given(name: str) -> bool:
     """Tell whether the name is that of something that upref does not give:
     probabilities, a ratio, lengths, a model.
@@ -299,26 +309,14 @@ def not_given(name: str) -> bool:
     Args:
         name: of an argument.
     """
-    words_of_name = set(words(name))
     if role(name):
         return False
-    if words_of_name & (NEVER | OTHER | ELSE) or any(
-        w.startswith("mask") for w in words_of_name
-    ):
+    words_of_name = set(words(name))
+    is_mask = any(word.startswith("mask") for word in words_of_name)
+    if is_mask or words_of_name & (NEVER | OTHER | ELSE):
         return True
-    return not LOG_P.search("_".join(words(name))) and bool(
-        words_of_name
-        & {
-            "prob",
-            "probs",
-            "probability",
-            "probabilities",
-            "ratios",
-            "logits",
-            "logit",
-            "pi",
-        }
-    )
+    is_log_prob = bool(LOG_P.search("_".join(words(name))))
+    return not is_log_prob and bool(words_of_name & OF_PROBABILITY)
 
 
 def may_be_old(name: str) -> bool:
@@ -387,14 +385,15 @@ def sampler_of(one: str, other: str) -> str:
     Returns:
         One of the two, or nothing.
     """
-    is_sampler = [
-        any(w.startswith(SAMPLER) for w in words(name)) for name in (one, other)
-    ]
-    if not any(is_sampler):
-        is_sampler = [
-            any(w.startswith("prox") for w in words(name)) for name in (other, one)
-        ]
-    return "" if is_sampler[0] == is_sampler[1] else (one, other)[is_sampler[1]]
+    is_one = is_of_sampler(one)
+    is_other = is_of_sampler(other)
+    if not is_one and not is_other:
+        # beside the proximal policy's, the other one is the engine's
+        is_one = any(word.startswith("prox") for word in words(other))
+        is_other = any(word.startswith("prox") for word in words(one))
+    if is_one == is_other:
+        return ""
+    return one if is_one else other
 
 
 # words of the policy that sampled, beside one of the policy that trains
@@ -480,38 +479,52 @@ def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:
     """
     if name in known:
         return name
-    words_of_name = words(name)
-    every = set(words_of_name)
-    low = LOW & every
-    high = HIGH & every
-    is_kl = "kl" in every and every & (COEFFICIENT | {"penalty"})
-    is_entropy = any(w == "ent" or w.startswith("entrop") for w in every)
-    signs = {"pos", "neg"} & every
-    meant = ""
-    if "beta" in every or is_kl:
-        meant = "beta"
-    elif "dual" in every or (words_of_name[-1:] == ["c"] and "clip" in every):
-        meant = "c"
-    elif is_entropy and every & COEFFICIENT:
-        meant = "entropy_coef"
-    elif any(w.startswith(("clip", "eps")) for w in every) and not every & NO_RATIO:
-        meant = "eps"
-        if low and not high:
-            meant = "eps_low"
-        elif high and not low:
-            meant = "eps_high"
-    elif "tau" in every or "temperature" in every:
-        meant = "tau"
-        if "pos" in every:
-            meant = "tau_pos"
-        elif "neg" in every:
-            meant = "tau_neg"
-    elif "lambda" in every and "lam" in known:
-        meant = "lam"
-    elif signs and every & {"k", "lambda"}:  # as VESPO's code has them
-        letter = "c1" if "k" in every else "c2"
-        meant = f"{letter}_{signs.pop()}"
+    meant = _hyperparameter_of_words(words(name), "lam" in known)
     return meant if meant in known else ""
+
+
+def _hyperparameter_of_words(words_of_name: list[str], has_lam: bool) -> str:
+    """Return the hyperparameter that a name means by its words, whether an objective has
+    it or not; "" where it means none.
+
+    Args:
+        words_of_name: the words.
+        has_lam: the objective has a `lam`, which `lambda` means then.
+    """
+    every = set(words_of_name)
+    is_kl = "kl" in every and every & (COEFFICIENT | {"penalty"})
+    if "beta" in every or is_kl:
+        return "beta"
+    if "dual" in every or (words_of_name[-1:] == ["c"] and "clip" in every):
+        return "c"
+    is_entropy = any(word == "ent" or word.startswith("entrop") for word in every)
+    if is_entropy and every & COEFFICIENT:
+        return "entropy_coef"
+    is_clip = any(word.startswith(("clip", "eps")) for word in every)
+    if is_clip and not every & NO_RATIO:
+        return _side_of_eps(every)
+    if "tau" in every or "temperature" in every:
+        if "pos" in every:
+            return "tau_pos"
+        return "tau_neg" if "neg" in every else "tau"
+    if "lambda" in every and has_lam:
+        return "lam"
+    signs = {"pos", "neg"} & every
+    if signs and every & {"k", "lambda"}:  # as VESPO's code has them
+        letter = "c1" if "k" in every else "c2"
+        return f"{letter}_{signs.pop()}"
+    return ""
+
+
+def _side_of_eps(words_of_name: set[str]) -> str:
+    """Return which bound of a clip a name with these words means: eps_low, eps_high, or
+    eps where its words tell no side, or both.
+    """
+    is_low = bool(LOW & words_of_name)
+    is_high = bool(HIGH & words_of_name)
+    if is_low == is_high:
+        return "eps"
+    return "eps_low" if is_low else "eps_high"
 
 
 MOST_GUARD = 1e-5  # a clip is wider: GSPO's, the narrowest, is 3e-4
@@ -537,11 +550,9 @@ def argument(key: str, arguments: Iterable[str]) -> str:
         key: the hyperparameter.
         arguments: their names.
     """
-    return (
-        key
-        if key in arguments
-        else next((p for p in arguments if hyperparameter(p, {key})), "")
-    )
+    if key in arguments:
+        return key
+    return next((name for name in arguments if hyperparameter(name, {key})), "")
 
 
 def arguments(key: str, defaults: Mapping[str, Any]) -> tuple[str, ...]:
@@ -569,17 +580,19 @@ def halves(defaults: Mapping[str, Any]) -> tuple[str, ...]:
     Args:
         defaults: argument -> default.
     """
-    low, high = (
-        [p for p in defaults if hyperparameter(p, {key}) == key]
-        for key in ("eps_low", "eps_high")
-    )
+    low = [name for name in defaults if hyperparameter(name, {"eps_low"})]
+    high = [name for name in defaults if hyperparameter(name, {"eps_high"})]
     if len(low) != 1 or len(high) != 1:
         return ()
     pair = (low[0], high[0])
-    numbers = [defaults[p] for p in pair if isinstance(defaults[p], int | float)]
+    numbers = [
+        defaults[name] for name in pair if isinstance(defaults[name], int | float)
+    ]
     are_bounds = any(number > MOST_EPS for number in numbers)
-    may_be_bounds = not numbers and any({"min", "max"} & set(words(p)) for p in pair)
-    return () if are_bounds or may_be_bounds else pair
+    is_named_as_bound = any({"min", "max"} & set(words(name)) for name in pair)
+    if are_bounds or (not numbers and is_named_as_bound):
+        return ()
+    return pair
 
 
 REWARDS = {"reward", "rewards", "score", "scores", "return", "returns", "r"}

@@ -4,6 +4,7 @@ calling it on a small batch.
 """
 
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 
@@ -49,9 +50,12 @@ def infer_shapes(loss: Loss) -> Loss:
     Raises:
         InputError: it runs at none.
     """
+    # sentence -> the shape at which it was raised first, in words, and the error
     errors: dict[str, tuple[str, InputError]] = {}
+    # (leak, its place in this list, loss): of two with one leak, the first is the least
     leaky_losses: list[tuple[float, int, Loss]] = []
-    for shape in [loss.adv_shape] if loss.framework else list(SHAPES):
+    shapes = [loss.adv_shape] if loss.framework else list(SHAPES)
+    for shape in shapes:
         for as_float in (False, True):
             try:
                 candidate, leak = _run_on_probe(
@@ -60,32 +64,43 @@ def infer_shapes(loss: Loss) -> Loss:
             except InputError as e:
                 errors.setdefault(without_call(e), (SHAPES[shape], e))
                 continue
-            if leak <= 1e-6:
+            if leak <= 1e-6:  # rounding alone leaves as much
                 if shape == "BT" and _reads_first_column(candidate):
                     return _with_one_per_response(candidate)
                 return candidate
             leaky_losses.append((leak, len(leaky_losses), candidate))
             break
     if not leaky_losses:
-        errors_of_answers = [e for _, e in errors.values() if e.__cause__ is None]
+        _raise_error_of_shapes(errors)
+    return min(leaky_losses)[2]
+
+
+def _raise_error_of_shapes(errors: dict[str, tuple[str, InputError]]) -> NoReturn:
+    """Raise one InputError for a loss that runs at no shape.
+
+    Args:
+        errors: sentence -> the shape of advantages, in words, at which the loss raised it
+            first, and the error itself.
+    """
+    for _, error in errors.values():
         # The loss ran, and its answer is wrong: that error counts, and not those of the
         # other shapes.
-        if errors_of_answers:
-            raise errors_of_answers[0]
-        first = next(e for _, e in errors.values())
-        sentence = "; ".join(
-            f"{text.rstrip('.')} (advantages {shape})"
-            for text, (shape, _) in errors.items()
-        )
-        raise InputError(
-            str(first) if len(errors) == 1 else sentence
-        ) from first.__cause__
-    return min(leaky_losses)[2]
+        if error.__cause__ is None:
+            raise error
+    _, first = next(iter(errors.values()))
+    if len(errors) == 1:
+        raise InputError(str(first)) from first.__cause__
+    sentences = [
+        f"{sentence.rstrip('.')} (advantages {shape})"
+        for sentence, (shape, _) in errors.items()
+    ]
+    raise InputError("; ".join(sentences)) from first.__cause__
 
 
 def _run_on_probe(loss: Loss) -> tuple[Loss, float]:
     """Run the loss on the probe. Return it with its form, and how far the advantage of
-    one response moves the gradients of others, relative to the largest gradient.
+    one response moves the gradients of others, relative to the largest gradient; 0 where
+    all gradients are 0.
     """
     batch = loss.visible_batch(probe())
     with watched() as called:
@@ -114,11 +129,14 @@ def _run_on_probe(loss: Loss) -> tuple[Loss, float]:
         returns_live=outcome.own_gradient is not None,
         read_as=read_as,
     )
+    # another advantage for the first response alone: the gradients of the others stay,
+    # if the loss keeps responses separate
     A = batch.adv.clone()
     A[0] *= 1.5
-    elsewhere = (loss.gradient(replace(batch, adv=A)) - gradient)[1:][batch.mask[1:]]
-    size = gradient[batch.mask].abs().max().item()
-    return loss, elsewhere.abs().max().item() / size if size else 0.0
+    change = loss.gradient(replace(batch, adv=A)) - gradient
+    change_of_others = change[1:][batch.mask[1:]].abs().max().item()
+    largest = gradient[batch.mask].abs().max().item()
+    return loss, change_of_others / largest if largest else 0.0
 
 
 def _reads_first_column(loss: Loss) -> bool:

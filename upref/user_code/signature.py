@@ -4,11 +4,12 @@ name is known.
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from upref.errors import InputError, describe_kind
 from upref.pages import locate_page
@@ -109,14 +110,13 @@ def parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
         InputError: they cannot be read.
     """
     try:
-        if hasattr(fn, "forward") and hasattr(fn, "register_buffer"):
-            f = fn.forward
-        else:
-            f = fn
-        bound = getattr(f, "keywords", None) or {}
+        function = fn
+        if hasattr(fn, "forward") and hasattr(fn, "register_buffer"):  # a module
+            function = fn.forward
+        bound = getattr(function, "keywords", None) or {}  # by a partial
         return [
             p
-            for p in inspect.signature(f).parameters.values()
+            for p in inspect.signature(function).parameters.values()
             if p.name not in bound or p.kind is p.VAR_KEYWORD
         ]
     except ValueError:  # a builtin does not say
@@ -177,20 +177,22 @@ def read(
         how_to_wrap = wrapper(name, main, all_parameters, roles)
         return InputError(f"{_shown(name, all_parameters)}: {words}. {how_to_wrap}")
 
-    repeated = [p for p in roles if list(roles.values()).count(roles[p]) > 1]
+    count_of = Counter(roles.values())
+    repeated = [argument for argument in roles if count_of[roles[argument]] > 1]
     if repeated and roles[repeated[0]] in main:
         which = " and ".join(repeated)
         raise refusal(
             f"upref cannot tell which of {which} is {CALLED[roles[repeated[0]]]}"
         )
-    missing = [r for r in main if r not in roles.values()]
+    missing = [its_role for its_role in main if its_role not in roles.values()]
     free = [
         p
         for p in named
         if p.name not in roles and p.default is p.empty and p.kind is not p.KEYWORD_ONLY
     ]
-    placed: list[tuple[str, str]] = []
-    if missing and (free or not set(missing) <= set(spare)):
+    does_without = not free and set(missing) <= set(spare)
+    placed: dict[str, str] = {}
+    if missing and not does_without:
         if "adv" in missing and (rewards := _rewards_of_groups(free, roles)):
             raise refusal(
                 f"{rewards!r} may be the advantages, or rewards that it normalizes by group. upref gives a loss "
@@ -198,18 +200,18 @@ def read(
             )
         if why_not := _why_not_by_position(free, missing, main):
             raise refusal(why_not)
-        placed = list(zip((p.name for p in free), missing, strict=False))
+        placed = dict(zip((p.name for p in free), missing, strict=False))
     order_unknown = ""
     if len(placed) > 1:
         order_unknown = _order_unknown(name, all_parameters, main, roles)
-    roles |= dict(placed)
+    roles |= placed
     ordered = {p.name: roles[p.name] for p in named if p.name in roles}
     return Reading(
-        ordered,
-        frozenset(p for p, _ in placed),
-        {p.name: p for p in named if p.name not in roles},
-        _passed_by_position(fn, named, ordered),
-        any(p.kind is p.VAR_KEYWORD for p in all_parameters),
+        roles=ordered,
+        placed=frozenset(placed),
+        settings={p.name: p for p in named if p.name not in roles},
+        positional=_passed_by_position(fn, named, ordered),
+        accepts_kwargs=any(p.kind is p.VAR_KEYWORD for p in all_parameters),
         left_at_default=unread,
         order_unknown=order_unknown,
     )
@@ -294,12 +296,12 @@ def _read_without_names(
             f"{_shown(name, all_parameters)} has no named argument. {wrapper(name, main)}"
         )
     return Reading(
-        {},
-        frozenset(),
-        {},
-        (),
-        any(p.kind is p.VAR_KEYWORD for p in all_parameters),
-        tuple(main),
+        roles={},
+        placed=frozenset(),
+        settings={},
+        positional=(),
+        accepts_kwargs=any(p.kind is p.VAR_KEYWORD for p in all_parameters),
+        star=tuple(main),
         order_unknown=_order_unknown(name, all_parameters, main, {}),
     )
 
@@ -442,10 +444,10 @@ def wrapper(
     inner = name.rpartition(":")[2].rpartition(".")[2]
     inner = inner if inner.isidentifier() else "f"
     inner_name = "wrapped" if inner == "loss" else "loss"
-    given, unfilled, remark = _handed_over(main, every, roles or {})
-    takes = ", ".join([called, *unfilled])
-    code = f"`def {inner_name}({takes}): return {inner}({given})`"
-    how = f"Use the names {called}, or check a wrapper: {code}{remark}."
+    call = _inner_call(main, every, roles or {})
+    takes = ", ".join([called, *call.more_taken])
+    code = f"`def {inner_name}({takes}): return {inner}({call.arguments})`"
+    how = f"Use the names {called}, or check a wrapper: {code}{call.remark}."
     return f"{how}{_where(name)} {locate_page(WRAP_PAGE)} has examples."
 
 
@@ -458,67 +460,105 @@ def _where(name: str) -> str:
     return f" Put it into {PurePath(file).name}, or below `from {module} import {function}`."
 
 
-def _handed_over(
+class InnerCall(NamedTuple):
+    """The call of the user's function within a wrapper.
+
+    Attributes:
+        arguments: of the call, as code.
+        more_taken: the arguments that the wrapper takes beside the main roles.
+        remark: what the user has to correct, in words; "" where nothing is known.
+    """
+
+    arguments: str
+    more_taken: list[str]
+    remark: str
+
+
+def _inner_call(
     main: Sequence[str], every: Sequence[inspect.Parameter], roles: Mapping[str, str]
-) -> tuple[str, list[str], str]:
-    """Write the arguments of a wrapper's call.
+) -> InnerCall:
+    """Write the call of the user's function within a wrapper.
 
     Args:
         main: the roles that the function must have.
         every: its arguments; none where they are not known.
         roles: argument -> role, of those that have one; two may have the same one.
-
-    Returns:
-        The arguments as code, what the wrapper takes beside the main roles, and what the
-        user has to correct, in words.
     """
-    stars = [p for p in every if p.kind is p.VAR_POSITIONAL]
+    has_star = any(p.kind is p.VAR_POSITIONAL for p in every)
     plain = [p for p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     required = [p for p in plain if p.default is p.empty]
-    if stars and not required:
-        return ", ".join(CALLED[r] for r in main), [], _TURN
+    if has_star and not required:
+        return InnerCall(", ".join(CALLED[role] for role in main), [], _TURN)
     if not required:
-        return "...", [], ""
+        return InnerCall("...", [], "")
     if any(p.name in CONTAINERS for p in required):
-        return _in_containers(required, roles)
-    # the roles that one argument alone has; the others are missing
-    alone = {p: r for p, r in roles.items() if list(roles.values()).count(r) == 1}
-    missing = [r for r in main if r not in alone.values()]
-    unknown = [p.name for p in required if p.name not in alone]
-    free = [p for p in unknown if not not_given(p)]
+        return _call_with_containers(required, roles)
+    # a role that two arguments have is missing: the names do not tell which of them has it
+    count_of = Counter(roles.values())
+    told = {name: role for name, role in roles.items() if count_of[role] == 1}
+    return _call_by_role(main, required, told)
+
+
+def _call_by_role(
+    main: Sequence[str],
+    required: Sequence[inspect.Parameter],
+    told: Mapping[str, str],
+) -> InnerCall:
+    """Write a call whose arguments get the inputs of their roles. The roles of `main` that
+    no argument has go, in order, to the arguments that may have one.
+
+    Args:
+        main: the roles that the function must have.
+        required: its arguments without a default.
+        told: argument -> role, where the name tells it.
+    """
+    missing = [role for role in main if role not in told.values()]
+    unknown = [p.name for p in required if p.name not in told]
+    free = [name for name in unknown if not not_given(name)]
     if missing == ["mask"]:
-        free = [p for p in free if may_be_mask(p)]
-    # the missing roles go to the arguments that may have one, in order
-    pairs = dict(zip(free, missing, strict=False)) if len(free) >= len(missing) else {}
+        free = [name for name in free if may_be_mask(name)]
+    guessed: dict[str, str] = {}
+    if len(free) >= len(missing):
+        guessed = dict(zip(free, missing, strict=False))
     takes_no_mask = (
         "mask" in missing
-        and "mask" not in pairs.values()
+        and "mask" not in guessed.values()
         and not any(map(tells_mask, unknown))
     )
-    unfilled = []
+    more_taken = []
     values = []
     for p in required:
-        role = alone.get(p.name) or pairs.get(p.name, "")
-        value = CALLED[role] if role in main else "..."
-        if role and role not in main and "mask" in main:  # upref gives a loss all roles
+        role = told.get(p.name) or guessed.get(p.name, "")
+        if role in main:
             value = CALLED[role]
-            unfilled.append(value)
+        elif role and "mask" in main:  # upref gives a loss every other role too
+            value = CALLED[role]
+            more_taken.append(value)
+        elif not role and guessed and p.name in free:  # a setting
+            value = p.name
+            more_taken.append(value)
+        else:
+            value = "..."
         if takes_no_mask and role in OF_TOKENS:
             value = f"{value}[mask]"
-        if not role and pairs and p.name in free:  # a setting
-            unfilled.append(p.name)
-            value = p.name
-        by_name = "" if p.kind is p.POSITIONAL_ONLY else f"{p.name}="
-        values.append(f"{by_name}{value}")
+        values.append(f"{_keyword(p)}{value}")
+    remark = ""
     if any("..." in value for value in values):
-        remark = " with values in place of the dots"
-    else:
-        remark = ""
+        remark += " with values in place of the dots"
     if takes_no_mask:
         remark += _NO_MASK
-    if len(free) > 1 and pairs:
+    if len(free) > 1 and guessed:
         remark += _TURN
-    return ", ".join(values), unfilled, remark
+    return InnerCall(", ".join(values), more_taken, remark)
+
+
+def _keyword(parameter: inspect.Parameter) -> str:
+    """Return what stands before an argument's value in a call: "NAME=", or "" where it is
+    passed by position.
+    """
+    if parameter.kind is parameter.POSITIONAL_ONLY:
+        return ""
+    return f"{parameter.name}="
 
 
 # what arguments are called that hold tensors by name, and what one is called that holds
@@ -538,30 +578,28 @@ _NEW = '"log_probs": log_prob'
 _REST = '"old_log_probs": old_log_prob, "advantages": advantages, "response_mask": mask'
 
 
-def _in_containers(
+def _call_with_containers(
     required: Sequence[inspect.Parameter], roles: Mapping[str, str]
-) -> tuple[str, list[str], str]:
-    """Write the arguments of a wrapper's call of a function that reads its tensors from
-    dictionaries, as verl's (model_output, data) and slime's (args, batch).
-
-    Returns:
-        As of `_handed_over`.
+) -> InnerCall:
+    """Write the call of a function that reads its tensors from dictionaries, as verl's
+    (model_output, data) and slime's (args, batch).
     """
     has_output = any(p.name in OUTPUTS for p in required)
     values = []
     for p in required:
         if p.name in OUTPUTS:
             value = f"{{{_NEW}}}"
+        elif p.name in BATCHES and has_output:
+            value = f"{{{_REST}}}"
         elif p.name in BATCHES:
-            value = f"{{{_REST}}}" if has_output else f"{{{_NEW}, {_REST}}}"
+            value = f"{{{_NEW}, {_REST}}}"
         else:
             value = CALLED.get(roles.get(p.name, ""), "...")
-        by_name = "" if p.kind is p.POSITIONAL_ONLY else f"{p.name}="
-        values.append(f"{by_name}{value}")
+        values.append(f"{_keyword(p)}{value}")
     remark = " with the keys that it reads"
     if any("=..." in value for value in values):
         remark += ", and values in place of the dots"
-    return ", ".join(values), [], remark
+    return InnerCall(", ".join(values), [], remark)
 
 
 # the roles of which a loss without a mask gets the tokens that train
