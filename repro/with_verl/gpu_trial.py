@@ -30,7 +30,6 @@ import tomllib
 from argparse import RawDescriptionHelpFormatter
 from collections import Counter
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,8 @@ from repro.with_verl import addition
 from repro.with_verl.config.compose import watched
 from repro.with_verl.cpu import smoke, toy
 from repro.with_verl.health import STEPS
-from repro.with_verl.place import pythonpath
+from repro.with_verl.machine import here
+from repro.with_verl.place import modules_of_user, pythonpath
 from repro.with_verl.run import advice, records, watch
 from upref.files import MARK, own_folder, write_atomically
 from upref_frameworks.verl.record import FOLDER, HOW_OFTEN
@@ -117,11 +117,10 @@ def environment(log: Path, eager: bool) -> dict[str, str]:
         log: where verl's file logger writes.
         eager: nothing is compiled; it would take half a minute.
     """
-    modules = os.environ.get(smoke.MODULES, "").split(",")
     ours = "upref_frameworks.verl.training"
     found = {
         "PYTHONPATH": pythonpath(),
-        smoke.MODULES: ",".join([*(m for m in modules if m and m != ours), ours]),
+        smoke.MODULES: ",".join([*modules_of_user([ours]), ours]),
         "VERL_USE_EXTERNAL_PLUGINS": "none",  # upref once is enough
         "VERL_FILE_LOGGER_PATH": str(log),
         # vLLM's sampler imports flashinfer otherwise
@@ -152,20 +151,6 @@ def make(out: Path, size: str) -> None:
     toy.SIZES.update(SHAPES[size])
     toy.make_data(out / MADE[1])
     toy.make_model(out / MADE[0], words=words)
-
-
-def dry_run(objective: upref.Objective, lines: list[str], size: str) -> Any:
-    """Let the installed verl read the settings; return its configuration. Raise
-    InputError where it refuses them.
-    """
-    from repro.with_verl.config.compose import Run
-    from repro.with_verl.config.model import parse
-    from repro.with_verl.config.scales import Scale
-    from repro.with_verl.config.validate import validate
-
-    scale = Scale("trial", "", {}, {}, {}, 0.0, None)
-    run = Run(objective.name, scale, lines, {}, given=[])
-    return validate(run, parse(SHAPES[size]))
 
 
 def tell(row: dict[str, Any]) -> None:
@@ -266,9 +251,8 @@ def judge(
     replay: dict[str, Any],
     size: str,
     fault: bool,
-) -> tuple[list[str], list[str]]:
-    """Return what is to be reported of a trial, and what is wrong with it: lists of
-    clauses. Nothing is wrong if the second is empty.
+) -> smoke.Verdict:
+    """Judge a trial as a run of the smoke scale is judged, and by what replay says.
 
     Args:
         rows: the logged steps.
@@ -297,31 +281,7 @@ def judge(
         wrong.append(f"replay does not name the fault, {NAMED}")
     elif not fault and (named or replay["status"] == 1):
         wrong.append("replay finds a failure that was not planted")
-    return report, wrong
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that take part; "" where one is not
-    installed.
-    """
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = ""
-    return found
-
-
-def device() -> str:
-    """Return the name of the GPU and its driver, "none" where nvidia-smi does not run."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(
-            query, capture_output=True, text=True, timeout=20, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "none"
+    return smoke.Verdict(report, wrong)
 
 
 def main(
@@ -349,17 +309,12 @@ def main(
         limit: seconds after which verl is ended; what it logged is judged.
         cpu: whether it is rehearsed on a CPU.
     """
-    own_folder(out)
-    for path in out.iterdir():
-        # MARK: own_folder's file, which says that this command made the folder
-        if path.name not in (*MADE, MARK):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    clear(out)
     if not (out / MADE[0]).exists():
         make(out, size)
     log = records.new_part(out)
     output = out / "trainer.log"
-    given = settings(objective, steps, out, size, fault, cpu)
-    lines = [f"{k}={v}" for k, v in given.items()]
+    lines = smoke.as_overrides(settings(objective, steps, out, size, fault, cpu))
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *lines, *extra]
     write_atomically(out / "command.txt", "\n".join(command) + "\n")
     # named here, so that every step is kept, not only those that fail
@@ -375,39 +330,62 @@ def main(
     )  # fmt: skip
     rows = watch.steps(log)
     replay = replayed(out / STEPS, objective.name, REPLAY * (10 if cpu else 1))
-    report, wrong = judge(rows, steps, outcome, replay, size, fault)
-    gpu = "none" if cpu else device()
+    verdict = judge(rows, steps, outcome, replay, size, fault)
+    said = output.read_text(encoding="utf-8", errors="replace")
     name = f"{size}: {objective.name}" + (", a fault" if fault else "")
+    gpus = [] if cpu else here.of_gpus("name,driver_version")
     row = {
         "run": name + "".join(f", {x}" for x in extra),
         "asked": steps,
         "steps": [{"step": r["step"]} | r["data"] for r in rows],
         "seconds": round(outcome.seconds, 1),
-        "report": report,
-        "wrong": wrong,
-        "start": milestones(
-            output.read_text(encoding="utf-8", errors="replace"), began
-        ),
+        "report": verdict.report,
+        "wrong": verdict.wrong,
+        "start": milestones(said, began),
         "replay": replay,
-        "gpu": gpu,
-        "versions": versions(),
+        "gpu": "\n".join(gpus) or "none",
+        "versions": {x: here.version_of(x) or "" for x in PACKAGES},
     }
-    part = {"status": int(bool(wrong)), "seconds": row["seconds"]}
+    keep(out / ("cpu.json" if cpu else "gpu.json"), f"verl-{size}", row)
+    print(replay["text"])
+    verdict.show(name)
+    if verdict.wrong and outcome.status != 0:
+        print(said[-5000:])
+        print(f"verl: {advice.cure(output, out)}")
+    return verdict.status(rows)
+
+
+def clear(out: Path) -> None:
+    """Remove all but a model and its data from the folder of the run, which is made.
+    Raise InputError if another command made it.
+    """
+    own_folder(out)
+    for path in out.iterdir():
+        # MARK: own_folder's file, which says that this command made the folder
+        if path.name in (*MADE, MARK):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def keep(file: Path, name: str, row: dict[str, Any]) -> None:
+    """Write a row in the form that `python -m benchmarks.gpu.keep` reads.
+
+    Args:
+        file: gpu.json or cpu.json.
+        name: of the part that the row is of, "verl-toy".
+        row: of the trial.
+    """
+    status = 1 if row["wrong"] else 0
     found = {
         "date": datetime.now(UTC).date().isoformat(),
-        "gpu": gpu.partition(",")[0],
-        "parts": {f"verl-{size}": part},
-        "rows": {f"verl-{size}": [row]},
+        "gpu": row["gpu"].partition(",")[0],
+        "parts": {name: {"status": status, "seconds": row["seconds"]}},
+        "rows": {name: [row]},
     }
-    write_atomically(
-        out / f"{'cpu' if cpu else 'gpu'}.json", json.dumps(found, indent=1) + "\n"
-    )
-    print(replay["text"])
-    print("\n".join([f"{name}: {'; '.join(report)}", *(f"WRONG  {w}" for w in wrong)]))
-    if wrong and outcome.status != 0:
-        print(output.read_text(encoding="utf-8", errors="replace")[-5000:])
-        print(f"verl: {advice.cure(output, out)}")
-    return (1 if rows else 2) if wrong else 0
+    write_atomically(file, json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
@@ -427,10 +405,7 @@ if __name__ == "__main__":
     args, rest = parser.parse_known_args()
     try:
         chosen = upref.get(args.objective)
-        if wrong_words := [x for x in rest if "=" not in x]:
-            raise upref.InputError(
-                f"{wrong_words[0]!r} is no override: write key=value."
-            )
+        smoke.require_overrides(rest)
         if args.cpu and args.size == "half":
             raise upref.InputError(
                 "--cpu rehearses toy and smollm2: half shows a GPU's memory."
@@ -439,8 +414,8 @@ if __name__ == "__main__":
             given = settings(
                 chosen, args.steps, args.out, args.size, args.fault, args.cpu
             )
-            words = [f"{k}={v}" for k, v in given.items()] + rest
-            dry_run(chosen, words, args.size)
+            words = smoke.as_overrides(given) + rest
+            smoke.let_verl_read(chosen, words, SHAPES[args.size])
             print(f"verl accepts these {len(words)} overrides; nothing was started")
             sys.exit(0)
         out, limit = args.out.resolve(), args.limit

@@ -4,12 +4,14 @@ another machine, finds it.
 """
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RUNS = ROOT / "runs"  # not in git
 RESULTS = HERE / "results"
+MODULES = "VERL_USE_EXTERNAL_MODULES"  # what every process of verl imports
 
 
 def pythonpath() -> str:
@@ -20,3 +22,11 @@ def pythonpath() -> str:
         if p and p != str(ROOT)
     ]
     return os.pathsep.join([str(ROOT), *given])
+
+
+def modules_of_user(ours: Iterable[str]) -> list[str]:
+    """Return the modules that the user has every process of verl import, in order,
+    without those of `ours`.
+    """
+    given = os.environ.get(MODULES, "").split(",")
+    return [module for module in given if module and module not in ours]

@@ -110,7 +110,8 @@ def test_verl_accepts_the_settings_of_each_size(tmp_path, size):
     objective = upref.get("up_dapo")
     given = trial.settings(objective, 2, tmp_path, size, fault=size == "toy")
     assert not any(v == "cpu" for v in given.values())
-    cfg = trial.dry_run(objective, [f"{k}={v}" for k, v in given.items()], size)
+    lines = smoke.as_overrides(given)
+    cfg = smoke.let_verl_read(objective, lines, trial.SHAPES[size])
     assert cfg.trainer.total_training_steps == 2
     assert cfg.actor_rollout_ref.rollout.free_cache_engine == (size == "half")
 

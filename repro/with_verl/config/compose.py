@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import upref
+from repro.with_verl import place
 from repro.with_verl.config.naming import name_of
 from repro.with_verl.config.scales import Scale, load_scale, paper_scale
 from repro.with_verl.health import STEPS
-from repro.with_verl.place import ROOT, RUNS, pythonpath
+from repro.with_verl.place import ROOT, RUNS
 from upref import InputError
 from upref.replay.record import EVERY
 from upref_frameworks.verl.record import FOLDER, HOW_OFTEN, WATCHED
@@ -104,14 +105,9 @@ def environment(directory: Path) -> dict[str, str]:
     """Return the environment variables of every process of a run, on every machine.
     What the user has verl import is imported too, after the modules of this project.
     """
-    given = [
-        m
-        for m in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
-        if m and m not in MODULES
-    ]
     return {
-        "VERL_USE_EXTERNAL_MODULES": ",".join([*MODULES, *given]),
-        "PYTHONPATH": pythonpath(),
+        place.MODULES: ",".join([*MODULES, *place.modules_of_user(MODULES)]),
+        "PYTHONPATH": place.pythonpath(),
         **watched(directory),
     }
 

@@ -19,12 +19,14 @@ from repro.with_verl.config.compose import ACTOR, Run
 from repro.with_verl.config.naming import name_of
 from repro.with_verl.config.scales import Scale
 from repro.with_verl.cpu import smoke, toy
-from repro.with_verl.place import RUNS
+from repro.with_verl.place import MODULES, RUNS
 
 FIRST, STALL = 600, 120  # seconds: other work is on the machine too
 STEPS = 12
 ABOUT = "the toy model of the smoke scale on this CPU, by the launcher's own path"
-SEEN = {  # what the paper's figures show
+# a loss that is not the reference's is shown in the report; the run goes on
+WARN = f"+{ACTOR}.policy_loss.upref={{parity: {{on_fail: warn}}}}"
+SEEN: dict[str, object] = {  # what the paper's figures show
     "trainer.test_freq": 4,
     "actor_rollout_ref.rollout.val_kwargs.n": 4,
     "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
@@ -63,22 +65,19 @@ def compose(
     """
     o = upref.get(objective)
     given, name = composing.spelled_out(overrides)
-    nowhere = [f"{k}={v}" for k, v in smoke.settings(o, STEPS, Path("RUN")).items()]
+    # the name of a run does not depend on where its folder is
+    nowhere = smoke.as_overrides(smoke.settings(o, STEPS, Path("RUN")))
     directory = RUNS / (name or name_of(f"{objective}-cpu", nowhere, given))
-    own = [f"{k}={v}" for k, v in smoke.settings(o, STEPS, directory).items()]
-    own = [line for line in own if not line.startswith("trainer.logger")] + [
-        "trainer.logger=[console,file]"
-    ]
-    own += [f"{key}={value}" for key, value in SEEN.items()] + [
-        f"data.val_files={directory / 'val.parquet'}"
-    ]
-    own.append(f"+{ACTOR}.policy_loss.upref={{parity: {{on_fail: warn}}}}")
+    settings = smoke.as_overrides(smoke.settings(o, STEPS, directory))
+    own = [line for line in settings if not line.startswith("trainer.logger")]
+    own.append("trainer.logger=[console,file]")
+    own += smoke.as_overrides(SEEN)
+    own.append(f"data.val_files={directory / 'val.parquet'}")
+    own.append(WARN)
     if address:
         own = [line for line in own if not line.startswith(OF_ONE_MACHINE)]
     env = smoke.environment(directory / "unused") | composing.environment(directory)
-    env["VERL_USE_EXTERNAL_MODULES"] = (
-        f"repro.with_verl.cpu.device,{env['VERL_USE_EXTERNAL_MODULES']}"
-    )
+    env[MODULES] = f"repro.with_verl.cpu.device,{env[MODULES]}"
     env.pop("VERL_FILE_LOGGER_PATH")  # each start has its own
     if address:  # Ray's machines were started by others, without it
         env.pop(fork.SOCKET)
@@ -86,16 +85,11 @@ def compose(
             f"+ray_kwargs.ray_init.runtime_env.env_vars.{k}={json.dumps(v)}"
             for k, v in env.items()
         ]
-    cfg = smoke.dry_run(
-        o, [f"+{ACTOR}.policy_loss.upref={{parity: {{on_fail: warn}}}}", *given]
-    )
+    cfg = smoke.dry_run(o, [WARN, *given])
     scale = Scale("cpu", ABOUT, {}, {}, {}, 0.0, None)
-    steps = "trainer.total_training_steps="
-    total = (
-        cfg.trainer.total_training_steps
-        if any(x.startswith(steps) for x in given)
-        else STEPS
-    )
+    total = STEPS
+    if any(line.startswith("trainer.total_training_steps=") for line in given):
+        total = cfg.trainer.total_training_steps
     sources = dict.fromkeys(own, "the smoke scale's, for this CPU")
     return Run(objective, scale, own + given, sources, [], directory, env), total
 

