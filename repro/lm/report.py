@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from repro.mini import tasks
 from repro.mini.compare import save_both
 from repro.mini.policy import evals
 from repro.mini.tasks import NO_ANSWER
+from repro.mini.train.checkpoint import checkpoints
 from repro.mini.train.recorder import FOLDER
 from repro.mini.train.settings import Settings
 from upref import markdown, metrics
@@ -61,11 +63,6 @@ def write(runs: list[tuple[Settings, Path]], folder: Path) -> str:
     return page
 
 
-def evaluations(run: Path) -> list[dict[str, Any]]:
-    """Return the evaluations of a run, in order."""
-    return _lines(run / "evals.jsonl")
-
-
 def _lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a JSONL file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -80,7 +77,7 @@ def of_step(run: Path, step: int, decoding: str) -> dict[str, Any]:
     """
     (found,) = (
         e
-        for e in evaluations(run)
+        for e in _lines(run / "evals.jsonl")
         if e["step"] == step and e["set"] == "test" and e["decoding"] == decoding
     )
     return found
@@ -203,18 +200,12 @@ def parts_of_time(run: Path) -> str:
 def spent(run: Path) -> str:
     """Return a sentence on the processor time, the machine, and where the model is."""
     machine = facts(run)["machine"]
+    kept = checkpoints(run)
+    model = str(kept[-1]) if kept else "removed"
     return (
         f"Seconds of processor time: {facts(run)['seconds']['all']:.0f} ({parts_of_time(run)}), "
-        f"{machine['threads']} threads, {machine['cpu']}. Trained model: {_last_checkpoint(run)}\n"
+        f"{machine['threads']} threads, {machine['cpu']}. Trained model: {model}\n"
     )
-
-
-def _last_checkpoint(run: Path) -> str:
-    """Return the path of the last checkpoint, "removed" if there is none."""
-    found = sorted(
-        (run / "checkpoints").glob("step-*"), key=lambda p: int(p.name.split("-")[1])
-    )
-    return str(found[-1]) if found else "removed"
 
 
 def draw(runs: list[tuple[Settings, Path]]) -> Figure:
@@ -223,6 +214,13 @@ def draw(runs: list[tuple[Settings, Path]]) -> Figure:
     """
     fig = Figure(figsize=(9, 3.4), layout="constrained")
     curve, bars = fig.subplots(1, 2)
+    _draw_rewards(curve, runs)
+    _draw_scores(bars, *runs[0])
+    return fig
+
+
+def _draw_rewards(curve: Axes, runs: list[tuple[Settings, Path]]) -> None:
+    """Draw the share of right answers of each run while it trains."""
     for color, (s, run) in zip(PALETTE, runs, strict=False):
         steps = _lines(run / "steps.jsonl")
         x = [line["step"] + 1 for line in steps]
@@ -232,16 +230,20 @@ def draw(runs: list[tuple[Settings, Path]]) -> Figure:
     curve.set_ylabel("right answers of the step's samples, %")
     curve.set_ylim(0, 100)
     curve.legend(frameon=False)
-    s, run = runs[0]
+
+
+def _draw_scores(bars: Axes, s: Settings, run: Path) -> None:
+    """Draw the scores of a run before and after, as pairs of bars with 95 %
+    intervals.
+    """
     labels = []
     for i, (decoding, words) in enumerate(DECODINGS.items()):
         for j, (metric, name) in enumerate(METRICS.items()):
             at = i * (len(METRICS) + 0.7) + j  # where the pair of bars is
             labels.append((at, f"{name}@{s.eval_samples}\n{words}"))
             for offset, step, color in ((-0.2, 0, "0.7"), (0.2, s.steps, PALETTE[0])):
-                e = metrics.Estimate.of(
-                    per_problem(of_step(run, step, decoding), metric)
-                )
+                evaluation = of_step(run, step, decoding)
+                e = metrics.Estimate.of(per_problem(evaluation, metric))
                 low, high = e.value - e.low, e.high - e.value
                 bars.bar(
                     at + offset,
@@ -256,4 +258,3 @@ def draw(runs: list[tuple[Settings, Path]]) -> Figure:
     bars.set_title(
         f"{s.objective}: before (gray) and after, 95 % intervals", fontsize=9
     )
-    return fig

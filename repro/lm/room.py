@@ -52,17 +52,13 @@ def needed_disk(out: Path) -> float:
         out: folder of the runs.
     """
     needed = CHECKPOINTS * CHECKPOINT
-    needed -= min(needed, sum(p.stat().st_size for p in _files(out)))
+    there = sum(p.stat().st_size for p in out.rglob("*") if p.is_file())
+    needed -= min(needed, there)
     if not (ROOT / ".venv" / "stamp-lm").exists():
         needed += ENVIRONMENT
     if not (out.parent / "smollm2-135m-instruct").exists():
         needed += MODEL
     return needed
-
-
-def _files(folder: Path) -> list[Path]:
-    """Return all files below a folder; [] if it is not there."""
-    return [p for p in folder.rglob("*") if p.is_file()]
 
 
 def free_memory(

@@ -102,11 +102,10 @@ def test_no_two_arms_look_alike():
         arms = list(plan.load(path.stem).arms)
         if len(arms) > 20:  # a search for learning rates
             continue
-        colour, dashes = curves.looks(arms)
-        assert len({(colour[a], dashes[a]) for a in arms}) == len(arms), path.stem
+        assert len(set(curves.line_styles(arms).values())) == len(arms), path.stem
     names = ["cispo", "up_cispo", "rloo", "rloo_clipped", "dapo", "up_dapo"]
-    colour, dashes = curves.looks(names)
-    assert colour["cispo"] == colour["up_cispo"] != colour["rloo"]
-    assert colour["rloo"] == colour["rloo_clipped"]
-    assert dashes["up_cispo"] == dashes["rloo_clipped"] == "--"
-    assert dashes["up_dapo"] == dashes["cispo"] == "-"
+    style = curves.line_styles(names)
+    assert style["cispo"].color == style["up_cispo"].color != style["rloo"].color
+    assert style["rloo"].color == style["rloo_clipped"].color
+    assert style["up_cispo"].dash == style["rloo_clipped"].dash == "--"
+    assert style["up_dapo"].dash == style["cispo"].dash == "-"

@@ -8,7 +8,7 @@ vertical axis is logarithmic), set and decoding (of an evaluation).
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -58,6 +58,13 @@ Series = dict[str, list[Curve]]  # arm -> the curve of each seed
 BOLD, PLAIN = 2.4, 1.6  # width of a line in points
 
 
+class LineStyle(NamedTuple):
+    """How the lines of an arm are drawn, in matplotlib's words."""
+
+    color: str
+    dash: str
+
+
 def series(plan: Plan, records: dict[str, RunRecord], panel: dict[str, Any]) -> Series:
     """Return the curves of a panel's metric: arm -> one for each run that is there, of
     every group, base and seed of the plan.
@@ -100,7 +107,7 @@ def draw(
         each: what the legend counts.
     """
     arms = list(dict.fromkeys(arm for s in found for arm in s))
-    color, dashes = looks(arms)
+    style_of = line_styles(arms)
     columns = len(panels) if len(panels) < 4 else ceil(len(panels) / 2)
     rows = ceil(len(panels) / columns)
     fitting = {1: 2, 2: 4}.get(columns, 5)  # legend entries in the width
@@ -116,47 +123,51 @@ def draw(
         for ax in axes[len(panels) :]:
             ax.set_visible(False)
         for ax, panel, s in zip(axes, panels, found, strict=False):
-            _draw_panel(ax, panel, s, color, dashes, highlight)
-        lines = []
-        labels = []
+            _draw_panel(ax, panel, s, style_of, highlight)
+        legend = {}
         for arm in arms:
             width = BOLD if arm == highlight else PLAIN
-            line = Line2D([], [], color=color[arm], lw=width, ls=dashes[arm])
-            lines.append(line)
+            color, dash = style_of[arm]
             most = max(len(s.get(arm, [])) for s in found)
-            labels.append(f"{arm}, {most} {each}{'s' if most > 1 else ''}")
-        fig.legend(
-            lines,
-            labels,
-            loc="outside lower center",
-            ncols=beside,
-            frameon=False,
-            fontsize=8,
-        )
+            label = f"{arm}, {most} {each}{'s' if most > 1 else ''}"
+            legend[label] = Line2D([], [], color=color, lw=width, ls=dash)
+        _draw_legend(fig, legend, beside)
     return fig
 
 
-def looks(arms: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return color and dash of each arm, two dictionaries.
+def _draw_legend(fig: Figure, lines: dict[str, Line2D], columns: int) -> None:
+    """Draw the legend below the figure: label -> line, in so many columns."""
+    fig.legend(
+        list(lines.values()),
+        list(lines),
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=8,
+    )
+
+
+def line_styles(arms: Sequence[str]) -> dict[str, LineStyle]:
+    """Return the line style of each arm.
 
     An arm has its own color of COLORS if no other arm has it. An arm without one that
     is UP or another form of a plain arm here has the plain arm's color, dashed. Every
     other arm has the first free color of OTHERS, or its first one when all are taken.
     """
-    color: dict[str, str] = {}
-    dashes = dict.fromkeys(arms, "-")
+    found: dict[str, LineStyle] = {}
     # plain arms first: the others may take over their colors
     for arm in sorted(arms, key=lambda a: _of(a, arms) is not None):
+        taken = {style.color for style in found.values()}
         own = COLORS.get(arm, PALETTE[1] if arm.startswith("up(") else "")
         plain = _of(arm, arms)
-        if own and own not in color.values():
-            color[arm] = own
-        elif plain in color:
-            color[arm] = color[plain]
-            dashes[arm] = "--"
+        if own and own not in taken:
+            found[arm] = LineStyle(own, "-")
+        elif plain in found:
+            found[arm] = LineStyle(found[plain].color, "--")
         else:
-            color[arm] = next((c for c in OTHERS if c not in color.values()), OTHERS[0])
-    return color, dashes
+            free = [color for color in OTHERS if color not in taken]
+            found[arm] = LineStyle(free[0] if free else OTHERS[0], "-")
+    return found
 
 
 def _of(arm: str, arms: Sequence[str]) -> str | None:
@@ -171,28 +182,20 @@ def _draw_panel(
     ax: Axes,
     panel: dict[str, Any],
     s: Series,
-    color: dict[str, str],
-    dashes: dict[str, str],
+    style_of: dict[str, LineStyle],
     highlight: str,
 ) -> None:
     """Draw the curves of every arm thin, their mean over them, and title and axes."""
+    alpha = 0.3 if len(s) < 8 else 0.12  # many arms hide each other
+    thin: dict[str, Any] = {"lw": 0.6, "ms": 3, "alpha": alpha}
     for arm, curves in s.items():
+        color, dash = style_of[arm]
         for x, y in curves:
-            thin: dict[str, Any] = {
-                "lw": 0.6,
-                "ms": 3,
-                "alpha": 0.3 if len(s) < 8 else 0.12,  # many arms hide each other
-            }
-            ax.plot(x, y, color=color[arm], marker=_marker(x), **thin)
+            ax.plot(x, y, color=color, marker=_marker(x), **thin)
         x, mean = _mean(curves)
         width, order = (BOLD, 3) if arm == highlight else (PLAIN, 2)
-        look: dict[str, Any] = {
-            "ls": dashes[arm],
-            "lw": width,
-            "ms": 5,
-            "zorder": order,
-        }
-        ax.plot(x, mean, color=color[arm], marker=_marker(x), **look)
+        bold: dict[str, Any] = {"ls": dash, "lw": width, "ms": 5, "zorder": order}
+        ax.plot(x, mean, color=color, marker=_marker(x), **bold)
     if panel.get("log"):
         ax.set_yscale("log", nonpositive="mask")  # a step without any gradient is a gap
     ax.spines[["top", "right"]].set_visible(False)
@@ -230,7 +233,7 @@ def draw_plane(
         titles: of the panels, by group.
         arms: all of them, in the order of their colors.
     """
-    color, dashes = looks(arms)
+    style_of = line_styles(arms)
     columns = 2 * len(by_group)  # of the legend; more do not fit into the width
     legend_rows = ceil(len(arms) / columns)
     with matplotlib.rc_context(STYLE):
@@ -240,22 +243,14 @@ def draw_plane(
         for ax, (name, by_arm) in zip(axes, by_group.items(), strict=True):
             for arm, runs in by_arm.items():
                 avg, best = np.mean([points(run)[-1] for run in runs], axis=0).T
-                line = {"color": color[arm], "ls": dashes[arm]}
-                ax.plot(avg, best, marker="o", ms=3, **line)
+                color, dash = style_of[arm]
+                ax.plot(avg, best, marker="o", ms=3, color=color, ls=dash)
             ax.set(title=titles[name], xlabel="Avg@32, %", ylabel="Best@32, %")
             ax.spines[["top", "right"]].set_visible(False)
-        drawn = {arm for by_arm in by_group.values() for arm in by_arm}
-        handles = [
-            Line2D([], [], color=color[arm], ls=dashes[arm], marker="o", ms=3)
-            for arm in arms
-            if arm in drawn
-        ]
-        fig.legend(
-            handles,
-            [arm for arm in arms if arm in drawn],
-            loc="outside lower center",
-            ncols=columns,
-            frameon=False,
-            fontsize=8,
-        )
+        legend = {}
+        for arm in arms:
+            if any(arm in by_arm for by_arm in by_group.values()):
+                color, dash = style_of[arm]
+                legend[arm] = Line2D([], [], color=color, ls=dash, marker="o", ms=3)
+        _draw_legend(fig, legend, columns)
     return fig

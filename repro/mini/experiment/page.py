@@ -214,18 +214,21 @@ def _with_decodings(plan: Plan, known: Known) -> dict[str, dict[str, list[RunRec
     """Return group -> arm -> the runs that were evaluated by several decodings, of the
     seeds that every arm with a run in this group has, on any base.
     """
-    runs_of: dict[Cell, list[tuple[int, RunRecord]]] = {}  # with their seeds
+    runs_of: dict[Cell, list[RunRecord]] = {}
+    seeds_of: dict[Cell, list[int]] = {}  # of these runs, in the same order
     for (arm, group, _, seed), run in plan.runs(known).items():
-        runs_of.setdefault(Cell(arm, group), []).append((seed, run))
+        runs_of.setdefault(Cell(arm, group), []).append(run)
+        seeds_of.setdefault(Cell(arm, group), []).append(seed)
     found: dict[str, dict[str, list[RunRecord]]] = {}
-    for group in [asked["name"] for asked in plan.groups]:
-        cells = [cell for cell in plan.cells([group]) if cell in runs_of]
-        seeds_of = [{seed for seed, _ in runs_of[cell]} for cell in cells]
-        common = set.intersection(*seeds_of) if seeds_of else set()
+    for asked in plan.groups:
+        cells = [cell for cell in plan.cells([asked["name"]]) if cell in runs_of]
         for cell in cells:
-            runs = [run for seed, run in runs_of[cell] if seed in common]
+            runs = []
+            for seed, run in zip(seeds_of[cell], runs_of[cell], strict=True):
+                if all(seed in seeds_of[other] for other in cells):
+                    runs.append(run)
             if runs and runs[0]["settings"].get("decodings"):
-                found.setdefault(group, {})[cell.arm] = runs
+                found.setdefault(cell.group, {})[cell.arm] = runs
     return found
 
 

@@ -53,6 +53,7 @@ from repro.mini.experiment.questions import (
 )
 from repro.mini.experiment.search import (
     Choice,
+    Scores,
     Search,
     choose_rate,
     choose_value,
@@ -166,27 +167,19 @@ class Plan:
         ]
 
     def group(self, name: str) -> dict[str, Any]:
-        """Return the table of the group of that name.
+        """Return the table of the group of that name. A base "" in it is the base of
+        the settings.
 
         Raises:
             StopIteration: there is none.
         """
         return next(group for group in self.groups if group["name"] == name)
 
-    def bases(self, cell: Cell) -> list[str]:
-        """Return the bases that the cell is trained from; "" is the base of the
-        settings.
-        """
-        bases: list[str] = self.group(cell.group)["bases"]
-        return bases
-
     def bases_of(self, question: Question) -> list[str]:
         """Return the bases that a question is about: its own, or else those of its
         first group.
         """
-        if question.bases:
-            return list(question.bases)
-        return self.bases(Cell(question.first, question.groups[0]))
+        return list(question.bases or self.group(question.groups[0])["bases"])
 
     @cache  # noqa: B019  a process has few plans
     def run(self, stage: str, cell: Cell, base: str, choice: Choice, seed: int) -> Run:
@@ -254,7 +247,7 @@ class Plan:
         return [
             self.run("search", cell, base, choice, seed)
             for seed in self.search.seeds
-            for base in self.bases(cell)
+            for base in self.group(cell.group)["bases"]
         ]
 
     def score(
@@ -273,25 +266,24 @@ class Plan:
         coefficient, then the coefficients at the chosen rate.
         """
         coefficient = self._coefficient(cell.arm)
-        rates = self.every_rate(cell.arm)
-        by_rate = [Choice(x, coefficient.get("start")) for x in rates]
-        scores = {choice: self.score(cell, choice, records) for choice in by_rate}
-        # the same scores, by the number that is chosen now
-        of_rates = {x: scores[c] for x, c in zip(rates, by_rate, strict=True)}
-        rate, missing = choose_rate(of_rates, self.rates(cell.arm))
-        if rate is None:
-            wanted = [Choice(x, coefficient.get("start")) for x in missing]
-            return Searched(None, wanted, scores)
+        start = coefficient.get("start")
+        of_rates: Scores = {}
+        for rate in self.every_rate(cell.arm):
+            of_rates[rate] = self.score(cell, Choice(rate, start), records)
+        scores = {Choice(rate, start): score for rate, score in of_rates.items()}
+        best, missing = choose_rate(of_rates, self.rates(cell.arm))
+        if best is None:
+            return Searched(None, [Choice(rate, start) for rate in missing], scores)
         if not coefficient:
-            return Searched(Choice(rate), [], scores)
-        grid: list[float] = coefficient["grid"]
-        by_value = [Choice(rate, x) for x in grid]
-        scores |= {choice: self.score(cell, choice, records) for choice in by_value}
-        of_values = {x: scores[c] for x, c in zip(grid, by_value, strict=True)}
-        value, missing = choose_value(of_values)
-        if value is None:
-            return Searched(None, [Choice(rate, x) for x in missing], scores)
-        return Searched(Choice(rate, value), [], scores)
+            return Searched(Choice(best), [], scores)
+        of_values: Scores = {}
+        for value in coefficient["grid"]:
+            of_values[value] = self.score(cell, Choice(best, value), records)
+        scores |= {Choice(best, value): score for value, score in of_values.items()}
+        chosen, missing = choose_value(of_values)
+        if chosen is None:
+            return Searched(None, [Choice(best, value) for value in missing], scores)
+        return Searched(Choice(best, chosen), [], scores)
 
     def choice(self, cell: Cell, records: dict[str, RunRecord]) -> Choice | None:
         """Return the rate and coefficient of the cell; None while the search is not
@@ -342,7 +334,7 @@ class Plan:
             for seed in seeds
             for cell, choice in choices.items()
             if choice
-            for base in self.bases(cell)
+            for base in self.group(cell.group)["bases"]
         }
 
     def reachable(self, records: dict[str, RunRecord]) -> list[Run]:
@@ -372,7 +364,7 @@ class Plan:
             if self.search:
                 tried = self._choices_to_try(cell, records)
                 seeds += tried * len(self.search.seeds)
-            total += seeds * len(self.bases(cell))
+            total += seeds * len(self.group(cell.group)["bases"])
         return total
 
     def _choices_to_try(self, cell: Cell, records: dict[str, RunRecord]) -> int:
@@ -413,7 +405,8 @@ class Plan:
         keys = [run.key for run in self._every_search_run()]
         for cell in self.cells():
             choices = self.every_choice(cell) if self.search else [Choice()]
-            for base, choice in product(self.bases(cell), choices):
+            bases = self.group(cell.group)["bases"]
+            for base, choice in product(bases, choices):
                 for seed in self.main["seeds"]:
                     keys.append(self.run("main", cell, base, choice, seed).key)
         return hashlib.sha256("\n".join(keys).encode()).hexdigest()
@@ -424,7 +417,10 @@ class Plan:
         experiment proper; those of `others` where the plan reads these.
         """
         if self.others:
-            return {at: r for p in self.others for at, r in p.runs(records).items()}
+            found: Runs = {}
+            for plan in self.others:
+                found |= plan.runs(records)
+            return found
         asked = self.main_runs(self.cells(), self.main["seeds"], records)
         return {
             (cell.arm, cell.group, base, seed): records[run.key]
@@ -483,12 +479,13 @@ class Plan:
         runs = self.runs(records)
         asked = []
         primary = [family for family in self.families if family.primary]
-        for question in (q for family in primary for q in family.questions):
-            bases = self.bases_of(question)
-            if effects.finished(question, runs, seeds, bases) != seeds:
-                return planned
-            d = effects.differences(question, runs, seeds, bases)
-            asked.append((question, d))
+        for family in primary:
+            for question in family.questions:
+                bases = self.bases_of(question)
+                if effects.finished(question, runs, seeds, bases) != seeds:
+                    return planned
+                d = effects.differences(question, runs, seeds, bases)
+                asked.append((question, d))
         level = final["level"] / max(len(family.questions) for family in primary)
         power = self.stopping["power"]
         return effects.seeds_due(asked, planned, final["most"], level, power)
@@ -600,11 +597,17 @@ def _take_runs_of(raw: dict[str, Any]) -> None:
     and results of the plans that it reads, which `of` names.
     """
     others = tuple(load(name) for name in raw.pop("of"))
+    groups: list[dict[str, Any]] = []
+    arms: dict[str, dict[str, Any]] = {}
+    seeds: set[int] = set()
+    for plan in others:
+        groups += plan.groups
+        arms |= {arm: {} for arm in plan.arms}  # their settings are not needed
+        seeds |= set(plan.main["seeds"])
     raw["others"] = others
     raw["results"] = others[0].results
-    raw["groups"] = [group for plan in others for group in plan.groups]
-    raw["arms"] = {arm: {} for plan in others for arm in plan.arms}
-    seeds = {seed for plan in others for seed in plan.main["seeds"]}
+    raw["groups"] = groups
+    raw["arms"] = arms
     raw["main"] = {"seeds": sorted(seeds)}
 
 

@@ -8,12 +8,12 @@ maximum) and `evals` ("SET/DECODING" -> columns). status is "done", or "stopped 
 N: why" where the numbers ended being finite: a result too, never repeated.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +118,11 @@ def record(folder: Path) -> RunRecord:
     with _whole(folder):
         facts = _facts(folder)
         for name, digest in facts.pop("sha256", {}).items():
-            if not (folder / name).exists() or files.sha256(folder / name) != digest:
-                wrong = f"{folder / name} is not what it was when the run ended"
-                raise InputError(f"{wrong}: remove the folder and run again.")
+            file = folder / name
+            if not file.exists() or files.sha256(file) != digest:
+                raise InputError(
+                    f"{file} is not what it was when the run ended: remove the folder and run again."
+                )
         settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
         evaluated = read_lines(folder / "evals.jsonl")
         return {
@@ -250,9 +252,9 @@ def _load(folder: Path) -> dict[str, RunRecord]:
         if name in found:
             raise InputError(f"{path} has two records {name!r}: {how}.")
         found[name] = row
-        digests[name] = _digest(line)
+        digests[name] = sha256(line).hexdigest()
     # "before": `keep` was killed before it had replaced the lines
-    if digests != promised and _digest(content) != manifest.get("before"):
+    if digests != promised and sha256(content).hexdigest() != manifest.get("before"):
         raise InputError(f"{path} {_difference(digests, promised)}: {how}.")
     return found
 
@@ -305,8 +307,9 @@ def keep(records: dict[str, RunRecord], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "runs.jsonl"
     lines = {name: json.dumps(records[name]).encode() for name in sorted(records)}
-    digests = {name: _digest(line) for name, line in lines.items()}
-    before = _digest(path.read_bytes() if path.exists() else b"")
+    digests = {name: sha256(line).hexdigest() for name, line in lines.items()}
+    replaced = path.read_bytes() if path.exists() else b""
+    before = sha256(replaced).hexdigest()
     _write_manifest(folder, {"lines": digests, "before": before})
     files.write_atomically(path, b"".join(line + b"\n" for line in lines.values()))
     _write_manifest(folder, {"lines": digests})
@@ -315,11 +318,6 @@ def keep(records: dict[str, RunRecord], folder: Path) -> None:
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write manifest.json: `lines`, name -> digest, and for a moment `before`."""
     files.write_atomically(folder / MANIFEST, json.dumps(manifest, indent=0) + "\n")
-
-
-def _digest(content: bytes) -> str:
-    """Return the sha256 in hexadecimal."""
-    return hashlib.sha256(content).hexdigest()
 
 
 # ---- how long runs take --------------------------------------------------------------

@@ -64,38 +64,52 @@ def _of_effects(plan: Plan) -> dict[str, dict[str, Any]]:
     """
     known = load_records(plan.results)
     rule = plan.standing
-    level = plan.stopping["final"]["level"]
-    wanted = plan.stopping["power"]
     due = plan.seeds_due(known)
     found = {}
     for family, of_family in plan.by_family(plan.effects(known)):
         if family.name not in rule["families"]:
             continue
         for e in of_family:
-            if e.question.other not in rule.get("others", [e.question.other]):
-                continue
-            names = _names(e, plan)
-            word = e.word.partition(" by less than ")[0]
-            said = OF_INTERVAL[word]
-            is_below = word == "undecided" and e.high < e.question.margin
-            if rule.get("excluded_below_margin") and is_below:
-                said = verdicts.EXCLUDED
-            end = words.rounded(e.question, e.high)
-            found[f"{plan.name}/{rule['key'].format(**names)}"] = {
-                "says": rule["says"].format(**names),
-                "word": e.word,
-                "why": "",
-                "refuted": word == "loses",
-                "shown": f"{words.shown(e)} {rule['shown'].format(**names)}",
-                "verdict": said,
-                "limit": f"{said} above {end}" if said == verdicts.EXCLUDED else "",
-                "seeds": e.n,
-                "of": due,
-                "needed": _seeds_for(e, level / len(of_family), wanted),
-                "decides": e.question.margin > 0,
-                "bounds_alone": False,
-            }
+            if e.question.other in rule.get("others", [e.question.other]):
+                key = rule["key"].format(**_names(e, plan))
+                level = plan.stopping["final"]["level"] / len(of_family)
+                found[f"{plan.name}/{key}"] = _of_effect(e, plan, due, level)
     return found
+
+
+def _of_effect(e: Effect, plan: Plan, due: int, level: float) -> dict[str, Any]:
+    """Return how one effect stands, by the keys at the top of this file.
+
+    Args:
+        e: the effect.
+        plan: it has a standing.toml.
+        due: the final number of its seeds.
+        level: of an interval of the effect's family at the final look.
+    """
+    rule = plan.standing
+    names = _names(e, plan)
+    word = e.word.partition(" by less than ")[0]
+    verdict = OF_INTERVAL[word]
+    is_below = word == "undecided" and e.high < e.question.margin
+    if rule.get("excluded_below_margin") and is_below:
+        verdict = verdicts.EXCLUDED
+    limit = ""
+    if verdict == verdicts.EXCLUDED:
+        limit = f"{verdict} above {words.rounded(e.question, e.high)}"
+    return {
+        "says": rule["says"].format(**names),
+        "word": e.word,
+        "why": "",
+        "refuted": word == "loses",
+        "shown": f"{words.shown(e)} {rule['shown'].format(**names)}",
+        "verdict": verdict,
+        "limit": limit,
+        "seeds": e.n,
+        "of": due,
+        "needed": _seeds_for(e, level, plan.stopping["power"]),
+        "decides": e.question.margin > 0,
+        "bounds_alone": False,
+    }
 
 
 def _names(e: Effect, plan: Plan) -> dict[str, Any]:

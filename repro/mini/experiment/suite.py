@@ -51,7 +51,7 @@ def run_all(
     jobs: int,
     lock: int,
     hours: float = float("inf"),
-    train: str = "",
+    train: str = TRAIN,
     device: str = "cpu",
     ended: Callable[[], object] = lambda: None,
 ) -> list[str]:
@@ -66,7 +66,7 @@ def run_all(
         jobs: runs at a time.
         lock: from `alone`.
         hours: no run is started after these; those that train are waited for.
-        train: the module that trains, instead of TRAIN.
+        train: the module that trains.
         device: as torch names it.
         ended: called whenever one more has ended.
 
@@ -87,19 +87,16 @@ def run_all(
         while running or (todo and time.monotonic() < end):
             while todo and len(running) < jobs and time.monotonic() < end:
                 name = todo.pop(0)
-                running[name] = _launch(
-                    out / name, wanted[name], lock, train or TRAIN, device
-                )
-            for name in [n for n, p in running.items() if p.poll() is not None]:
+                running[name] = _launch(out / name, wanted[name], lock, train, device)
+            have_ended = [name for name, p in running.items() if p.poll() is not None]
+            for name in have_ended:
                 failures += _finished(out / name, running.pop(name).returncode)
                 word = records.status(out / name) or "failed"
                 say(f"{word:8} {name}; {len(running) + len(todo)} to go", markup=False)
                 ended()
             if running and time.monotonic() >= next_line:
-                say(
-                    progress(out, {name: wanted[name] for name in running}),
-                    markup=False,
-                )
+                training = {name: wanted[name] for name in running}
+                say(progress(out, training), markup=False)
                 next_line += PROGRESS_SECONDS
             time.sleep(0.3)
     finally:
@@ -114,11 +111,10 @@ def progress(out: Path, running: dict[str, Settings]) -> str:
         out: the folder of the runs.
         running: the settings of each run by its name.
     """
-    parts = []
-    for name, settings in running.items():
-        steps = out / name / "steps.jsonl"
-        ended = steps.read_bytes().count(b"\n") if steps.exists() else 0
-        parts.append(f"{name} at step {ended} of {settings.steps}")
+    parts = [
+        f"{name} at step {_steps(out / name)} of {settings.steps}"
+        for name, settings in running.items()
+    ]
     return f"training: {', '.join(parts)}"
 
 
@@ -141,15 +137,8 @@ def _launch(
     files.write_atomically(asked, json.dumps(asdict(settings)))
     limits = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     one_thread = dict.fromkeys(limits, "1")
-    command = [
-        sys.executable,
-        "-m",
-        train,
-        "--settings",
-        str(asked),
-        "--out",
-        str(folder),
-    ]
+    command = [sys.executable, "-m", train]
+    command += ["--settings", str(asked), "--out", str(folder)]
     if device != "cpu":
         command += ["--device", device]
     with (folder / "log.txt").open("ab") as log:
