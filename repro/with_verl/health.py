@@ -95,6 +95,11 @@ def ours(saved: Row) -> bool:
     return not given or "repro.with_verl.reward.score" in given[-1]
 
 
+def logged(rows: list[Row], key: str) -> list[float]:
+    """Return the values of a metric in the steps that logged it as a finite number."""
+    return [r["data"][key] for r in rows if number(r["data"].get(key))]
+
+
 def lines(rows: list[Row], saved: Row) -> tuple[list[list[str]], list[str]]:
     """Compare what a run logged with what is normal.
 
@@ -110,32 +115,23 @@ def lines(rows: list[Row], saved: Row) -> tuple[list[list[str]], list[str]]:
     found, change = [], []
     rows = [r | {"data": with_ended(r["data"])} for r in rows]
     for line in table():
-        key = line["key"]
-        values = [r["data"][key] for r in rows if number(r["data"].get(key))]
-        if values:
-            value = float(HOW[line["of"]](values))
-            fine = is_normal(line, value)
-            word = ""  # the line has no range
-            if "cure" in line:
-                word = "normal" if fine else "LOOK"
-            found.append([line["name"], f"{value:.3g}", word])
-            if not fine:
-                change.append(line["cure"])
+        values = logged(rows, line["key"])
+        if not values:
+            continue
+        value = float(HOW[line["of"]](values))
+        fine = is_normal(line, value)
+        word = ""  # the line has no range
+        if "cure" in line:
+            word = "normal" if fine else "LOOK"
+        found.append([line["name"], f"{value:.3g}", word])
+        if not fine:
+            change.append(line["cure"])
     e = saved.get("estimate", {})
-    seconds = [
-        r["data"]["timing_s/step"]
-        for r in rows
-        if number(r["data"].get("timing_s/step"))
-    ]
+    seconds = logged(rows, "timing_s/step")
     if seconds and e.get("step_seconds"):
         ratio = mean(seconds) / e["step_seconds"]
-        found.append(
-            [
-                "seconds a step, of the estimate's",
-                f"{ratio:.2f}",
-                "normal" if ratio < 1.5 else "LOOK",
-            ]
-        )
+        word = "normal" if ratio < 1.5 else "LOOK"
+        found.append(["seconds a step, of the estimate's", f"{ratio:.2f}", word])
         if ratio >= 1.5:
             dollars = ratio * e.get("dollars", 0)
             change.append(
@@ -180,19 +176,26 @@ def page(run: Path, rows: list[Row], saved: Row) -> str:
             change.append(
                 "most responses contain no answer: compare the prompt with what the reward reads"
             )
-    parts.append(
-        "To change:\n\n" + "\n".join(f"* {c}." for c in dict.fromkeys(change))
-        if change
-        else "Nothing to change."
-    )
-    for i, a in enumerate(told[:: max(1, len(told) // SHOWN)][:SHOWN], 1):
-        text = (
-            a["output"]
-            if len(a["output"]) <= LONGEST
-            else f"{a['output'][: LONGEST // 2]}\n[...]\n{a['output'][-LONGEST // 2 :]}"
-        )
-        fence = "~" * (3 + max((len(m) for m in re.findall(r"~+", text)), default=0))
-        parts.append(
-            f"Answer {i}, score {a['score']:g}, expected `{a['gts']}`:\n\n{fence}text\n{text}\n{fence}"
-        )
+    if change:
+        each_once = dict.fromkeys(change)
+        parts.append("To change:\n\n" + "\n".join(f"* {c}." for c in each_once))
+    else:
+        parts.append("Nothing to change.")
+    spacing = max(1, len(told) // SHOWN)
+    for i, a in enumerate(told[::spacing][:SHOWN], 1):
+        head = f"Answer {i}, score {a['score']:g}, expected `{a['gts']}`:"
+        parts.append(f"{head}\n\n{_fenced(a['output'])}")
     return "\n\n".join(parts)
+
+
+def _fenced(text: str) -> str:
+    """Return a text as a block of Markdown, without its middle if it has more than
+    LONGEST characters.
+    """
+    if len(text) > LONGEST:
+        half = LONGEST // 2
+        text = f"{text[:half]}\n[...]\n{text[-half:]}"
+    # a fence ends where as many tildes follow
+    longest = max((len(tildes) for tildes in re.findall(r"~+", text)), default=0)
+    fence = "~" * (3 + longest)
+    return f"{fence}text\n{text}\n{fence}"

@@ -14,7 +14,7 @@ import tomllib
 import traceback
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -246,40 +246,44 @@ def reader(cfg: DictConfig, key: str) -> str:
 
 def _hint(cfg: DictConfig, key: str) -> str:
     """Return a question with the key that was probably meant, or where keys go that
-    verl does not list. The key has the same last component elsewhere, or that component
-    is a hyperparameter of an objective, or its name is similar.
+    verl does not list.
+    """
+    if meant := _meant(cfg, key):
+        return f"did you mean {meant}?"
+    return f"a key that verl does not list goes under {', '.join(OPEN)}."
+
+
+def _meant(cfg: DictConfig, key: str) -> str:
+    """Return the key that was probably meant; "" where none is like this one. It has
+    the same last component elsewhere, or that component is a hyperparameter of an
+    objective, or its name is similar.
     """
     parent, _, leaf = key.rpartition(".")
     leaf = USUAL.get(leaf, leaf)
-
-    def rank(key: str) -> int:
-        """Return the place of a key's section in FIRST, 99 for others: people set these
-        more often.
-        """
-        return next((i for i, x in enumerate(FIRST) if key.startswith(x)), 99)
-
     known = [k for k in _keys(cfg) if "critic" not in k and "profiler" not in k]
-    known.sort(key=lambda k: (k.count("."), rank(k)))
-    leaves = {k.rpartition(".")[2]: k for k in reversed(known)}
+    known.sort(key=_rank)
+    # last component -> the first key that has it
+    key_of = {k.rpartition(".")[2]: k for k in reversed(known)}
+    if leaf in key_of:
+        return key_of[leaf]
+    if any(leaf in upref.get(name).hyperparameters for name in upref.names()):
+        return f"++{ACTOR}.policy_loss.upref.{leaf}"
     beside = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == parent]
+    near = difflib.get_close_matches(leaf, beside, 1, 0.75)
+    if not near and any(parent.startswith(place) for place in OPEN):
+        near = difflib.get_close_matches(leaf, NEAR, 1, 0.8)
+    if near:
+        return f"{parent}.{near[0]}".lstrip(".")
+    near = difflib.get_close_matches(leaf, list(key_of), 1, 0.8)
+    return key_of[near[0]] if near else ""
 
-    def close(among: Iterable[str], share: float) -> list[str]:
-        """Return the nearest of these names, if one is as near as this share."""
-        return difflib.get_close_matches(leaf, list(among), 1, share)
 
-    if leaf in leaves:
-        meant = leaves[leaf]
-    elif any(leaf in upref.get(name).hyperparameters for name in upref.names()):
-        meant = f"++{ACTOR}.policy_loss.upref.{leaf}"
-    elif near := close(beside, 0.75) or (
-        close(NEAR, 0.8) if any(parent.startswith(place) for place in OPEN) else []
-    ):
-        meant = f"{parent}.{near[0]}".lstrip(".")
-    elif near := close(leaves, 0.8):
-        meant = leaves[near[0]]
-    else:
-        return f"a key that verl does not list goes under {', '.join(OPEN)}."
-    return f"did you mean {meant}?"
+def _rank(key: str) -> tuple[int, int]:
+    """Return by what keys are sorted, those that people set more often first: how deep
+    a key is, and the place of its section in FIRST, 99 for others.
+    """
+    sections = [i for i, x in enumerate(FIRST) if key.startswith(x)]
+    return key.count("."), sections[0] if sections else 99
 
 
 def _keys(node: DictConfig, prefix: str = "") -> list[str]:
@@ -409,6 +413,14 @@ def _classes(cfg: DictConfig):
         ) from e
 
 
+def _require_registered(kind: str, name: str, known: Collection[Any]) -> None:
+    """Raise InputError, with the nearest name, where verl has none of this name."""
+    if name not in known:
+        near = difflib.get_close_matches(name, [str(k) for k in known], 1, 0.5)
+        hint = f": did you mean {near[0]!r}?" if near else "."
+        raise InputError(f"there is no {kind} named {name!r}{hint}")
+
+
 def _check_loss(cfg: DictConfig, actor) -> None:
     """Raise InputError for a loss or an advantage estimator that is not registered, and
     for settings that contradict a loss of upref.
@@ -421,18 +433,10 @@ def _check_loss(cfg: DictConfig, actor) -> None:
     from upref_frameworks.verl.training import VERL_KEYS, hyperparameters, monitor_of
 
     mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
-    for kind, name, known in (
-        ("policy loss", mode, POLICY_LOSS_REGISTRY),
-        ("advantage estimator", cfg.algorithm.adv_estimator, ADV_ESTIMATOR_REGISTRY),
-    ):
-        if name not in known and not (
-            name.startswith("upref/up(") and kind == "policy loss"
-        ):
-            near = difflib.get_close_matches(name, [str(k) for k in known], 1, 0.5)
-            raise InputError(
-                f"there is no {kind} named {name!r}"
-                + (f": did you mean {near[0]!r}?" if near else ".")
-            )
+    if not mode.startswith("upref/up("):  # it is made when it is asked for
+        _require_registered("policy loss", mode, POLICY_LOSS_REGISTRY)
+    estimator = cfg.algorithm.adv_estimator
+    _require_registered("advantage estimator", estimator, ADV_ESTIMATOR_REGISTRY)
     if not mode.startswith("upref/"):
         return
     default = {f.name: f.default for f in dataclasses.fields(ActorConfig)}

@@ -68,10 +68,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     for name in names:  # one that fails does not keep the others
         try:
-            print(
-                f"{name}: {prepare(SOURCES[name], args.out, args.file, args.revision, args.accept_count)}",
-                flush=True,
-            )
+            source = SOURCES[name]
+            how = args.file, args.revision, args.accept_count
+            print(f"{name}: {prepare(source, args.out, *how)}", flush=True)
         except InputError as e:
             print(f"prepare: {name}: {e}", file=sys.stderr)
             failed = 2
@@ -110,13 +109,10 @@ def prepare(
         "repository": s.repository,
         "revision": str(file.resolve()) if file else revision,
     }
-    if schema.facts(path).items() >= told.items() and schema.check_file(path) in (
-        s.count,
-        accept,
-    ):
-        return (
-            f"{path} is there ({schema.check_file(path)} rows, {told['revision'][:12]})"
-        )
+    if schema.facts(path).items() >= told.items():
+        count = schema.check_file(path)
+        if count in (s.count, accept):
+            return f"{path} is there ({count} rows, {told['revision'][:12]})"
     upstream = file or fetch(s, revision)
     try:
         rows = s.convert(s, read(upstream))
@@ -167,10 +163,8 @@ def from_github(s: Source, revision: str) -> Path:
     """
     with urllib.request.urlopen(s.url(revision), timeout=60) as answer:
         data = answer.read()
-    if (
-        revision == s.revision
-        and hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() != s.blob
-    ):
+    digest = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()  # as git's
+    if revision == s.revision and digest != s.blob:
         raise OSError("not the pinned file")
     path = Path(tempfile.mkdtemp()) / Path(s.files[0]).name
     atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
@@ -185,29 +179,29 @@ def read(path: Path) -> Iterator[dict]:
     if not path.is_file():
         raise InputError(f"there is no file {path}.")
     try:
-        if path.suffix == ".parquet":
-            for batch in pq.ParquetFile(path).iter_batches(10_000):
-                yield from batch.to_pylist()
-        elif path.suffix == ".arrow":  # as datasets saves it
-            with pa.memory_map(str(path)) as f:
-                for batch in pa.ipc.open_stream(f):
-                    yield from batch.to_pylist()
-        elif path.suffix in (".jsonl", ".json"):
-            with open(path, encoding="utf-8") as f:
-                rows = (
-                    map(json.loads, filter(str.strip, f))
-                    if path.suffix == ".jsonl"
-                    else json.load(f)
-                )
-                yield from rows
-        else:
-            raise InputError(
-                f"{path} is neither .parquet nor .arrow nor .jsonl nor .json."
-            )
+        yield from _rows(path)
     except (OSError, pa.ArrowInvalid, json.JSONDecodeError) as e:
         raise InputError(
             f"{path} cannot be read ({str(e).splitlines()[0][:100]}): fetch it again."
         ) from e
+
+
+def _rows(path: Path) -> Iterator[dict]:
+    """Yield the rows of a file, as `read` does, with the errors of its format."""
+    if path.suffix == ".parquet":
+        for batch in pq.ParquetFile(path).iter_batches(10_000):
+            yield from batch.to_pylist()
+    elif path.suffix == ".arrow":  # as datasets saves it
+        with pa.memory_map(str(path)) as f:
+            for batch in pa.ipc.open_stream(f):
+                yield from batch.to_pylist()
+    elif path.suffix == ".jsonl":
+        with open(path, encoding="utf-8") as f:
+            yield from map(json.loads, filter(str.strip, f))
+    elif path.suffix == ".json":
+        yield from json.loads(path.read_text(encoding="utf-8"))
+    else:
+        raise InputError(f"{path} is neither .parquet nor .arrow nor .jsonl nor .json.")
 
 
 if __name__ == "__main__":

@@ -70,20 +70,24 @@ def pairs(truth: str, pred: str) -> bool | list[tuple[str, str]]:
         equal pair is enough.
     """
     a, b = plain(truth), plain(pred)
-    if (letters_a := letters(a)) and (letters_b := letters(b)):
+    letters_a, letters_b = letters(a), letters(b)
+    if letters_a and letters_b:
         return letters_a == letters_b
     base_a, base_b = BASE.match(a), BASE.match(b)
-    if base_a or base_b:
-        digits = [m[1] if m else text for m, text in ((base_a, a), (base_b, b))]
-        bases = {m[2] for m in (base_a, base_b) if m}
-        return len(bases) == 1 and digits[0].lstrip("0") == digits[1].lstrip("0")
+    if base_a and base_b and base_a[2] != base_b[2]:
+        return False
+    if base_a or base_b:  # one without a base is in that of the other
+        digits_a = base_a[1] if base_a else a
+        digits_b = base_b[1] if base_b else b
+        return digits_a.lstrip("0") == digits_b.lstrip("0")
     percent_a, percent_b = PERCENT.match(a), PERCENT.match(b)
     if percent_a and percent_b:
         return [(percent_a[1], percent_b[1])]
-    if percent_a or percent_b:  # "what per cent" is answered with and without the sign
-        m, other = (percent_a, b) if percent_a else (percent_b, a)
-        assert m
-        return [(other, m[1]), (other, f"({m[1]})/100")]
+    # "what per cent" is answered with and without the sign
+    if percent_a:
+        return [(b, percent_a[1]), (b, f"({percent_a[1]})/100")]
+    if percent_b:
+        return [(a, percent_b[1]), (a, f"({percent_b[1]})/100")]
     if bool(INEQUALITY.search(a)) != bool(INEQUALITY.search(b)):
         return [(a, b), (b, a)]  # math-verify compares them in one order only
     return [(a, b)]

@@ -75,7 +75,7 @@ class Family:
         ]
         found = {p for p in everybody if p in self.seen}
         more = found
-        while more:
+        while more:  # their children, the children of these, and so on
             pids = {p.pid for p in found}
             more = {p for p in everybody if p.info["ppid"] in pids} - found
             found |= more
@@ -84,14 +84,12 @@ class Family:
                 self.since = self.since or time.monotonic()
                 self.dead.append(f"{actor[0]} (process {p.pid})")
         self.seen = {p: " ".join(p.info["cmdline"] or []) for p in found}
-        used = {
-            p: p.info["cpu_times"].user + p.info["cpu_times"].system
-            for p in found
-            if p.info["cpu_times"]
-        }
-        self.worked += sum(
-            seconds - self.used.get(p, 0.0) for p, seconds in used.items()
-        )
+        used = {}
+        for p in found:
+            if times := p.info["cpu_times"]:
+                used[p] = times.user + times.system
+        since_last = [seconds - self.used.get(p, 0.0) for p, seconds in used.items()]
+        self.worked += sum(since_last)
         self.used = used
 
     def end(self):
@@ -275,11 +273,9 @@ def run(
             tell(row)
         # those that went with the trainer are not to blame
         ago = time.monotonic() - family.since
-        gone = (
-            f"{family.dead[0]}, {ago:.0f} s before the end"
-            if family.dead and ago > BLAME
-            else ""
-        )
+        gone = ""
+        if family.dead and ago > BLAME:
+            gone = f"{family.dead[0]}, {ago:.0f} s before the end"
     finally:  # also when this is interrupted: nothing is left running
         family.look()
         family.end()
