@@ -14,10 +14,12 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 from rich.markdown import Markdown
 
 import upref
@@ -25,7 +27,13 @@ from figures.make import save
 from repro import Parser
 from repro.mini.experiment import curves, plan, records, suite
 from repro.mini.experiment.plan import Cell, Plan
-from repro.mini.experiment.questions import SHARES, RunRecord, Term, number
+from repro.mini.experiment.questions import (
+    SHARES,
+    Numbers,
+    RunRecord,
+    Term,
+    number,
+)
 from repro.mini.experiment.search import Choice
 from repro.mini.train.settings import Settings
 from upref import markdown
@@ -221,60 +229,75 @@ def cap_map(e: Plan, out: Path, folder: Path) -> str:
     """
     lines = ["## Where the tokens were\n"]
     panels = []
-    seen = []  # of each panel: π_old(o_t), π_θ(o_t), whether it has a gradient
+    seen = []  # the tokens of each panel
     for sign, adv in (("A > 0", 1.0), ("A < 0", -1.0)):
         for arm in e.arms:
             s = settings_of(e, arm, e.main["seeds"][0])
-            o = upref.get(arm)
-            why = obstacle(o)  # "" where its tokens have weights of their own
-            if not why and o.level != "token":
-                why = "it acts on whole responses"
             path = out / s.key / "seen.npz"
-            if why or not path.exists():
-                lines += [
-                    f"* {arm}, {sign}: no map of tokens, {why or 'no token was kept'}."
-                ]
+            title = f"{arm}, {sign}"
+            if why := _no_map(arm, path):
+                lines.append(f"* {title}: no map of tokens, {why}.")
                 continue
-            pi_old, pi, A = (np.load(path)[k] for k in ("pi_old", "pi", "adv"))
-            here = np.sign(A) == adv  # the tokens of this panel
-            ratio = pi[here] / pi_old[here]
-            weight = o.weight(ratio, A[here], mu=pi_old[here], **s.hp)
-            # an objective may have one weight for all tokens
-            alive = np.broadcast_to(weight != 0, here.sum())
-            panels.append(
-                Panel(
-                    f"{arm}, {sign}",
-                    arm,
-                    adv,
-                    s.hp,
-                    f"{here.sum()} tokens, {(~alive).sum()} without a gradient",
-                )
+            tokens = _tokens(arm, s.hp, path, adv)
+            n = len(tokens.alive)
+            without = int((~tokens.alive).sum())
+            note = f"{n} tokens, {without} without a gradient"
+            panels.append(Panel(title, arm, adv, s.hp, note))
+            seen.append(tokens)
+            share = 100 * (without / n) if n else 0.0
+            lines.append(
+                f"* {title}: {share:.2f} % of {n} tokens have no gradient of their own."
             )
-            seen.append((pi_old[here], pi[here], alive))
-            share = 100 * float((~alive).mean()) if here.any() else 0.0
-            lines += [
-                f"* {arm}, {sign}: {share:.2f} % of {here.sum()} tokens have no gradient of their own."
-            ]
     if panels:
         fig = cap_panels(panels)
-        for ax, (x, y, alive) in zip(fig.axes, seen, strict=False):
-            ax.scatter(
-                x[alive],
-                y[alive],
-                s=3,
-                color="#E69F00",
-                alpha=0.8,
-                lw=0,
-                rasterized=True,
-            )
-            ax.scatter(
-                x[~alive], y[~alive], s=7, color="#CC0000", lw=0, rasterized=True
-            )
+        for ax, tokens in zip(fig.axes, seen, strict=False):
+            _draw_tokens(ax, tokens)
         save_both(fig, folder / "cap")
-        lines += [
+        lines.append(
             "\nFigure cap.svg: orange, tokens that have a gradient of their own; red, tokens that have none."
-        ]
+        )
     return "\n".join(lines) + "\n"
+
+
+def _no_map(arm: str, path: Path) -> str:
+    """Return why there is no map of an arm's tokens; "" where there is one.
+
+    Args:
+        arm: an objective.
+        path: of the tokens that its run kept.
+    """
+    o = upref.get(arm)
+    if why := obstacle(o):  # its tokens have no weights of their own
+        return why
+    if o.level != "token":
+        return "it acts on whole responses"
+    return "" if path.exists() else "no token was kept"
+
+
+class Tokens(NamedTuple):
+    """The tokens of one panel, [n] each."""
+
+    pi_old: Numbers  # π_old(o_t)
+    pi: Numbers  # π_θ(o_t)
+    alive: NDArray[np.bool_]  # whether it has a gradient of its own
+
+
+def _tokens(arm: str, hp: dict[str, Any], path: Path, adv: float) -> Tokens:
+    """Return the tokens that a run kept whose advantage has the sign of `adv`."""
+    kept = np.load(path)
+    here = np.sign(kept["adv"]) == adv
+    A, pi_old, pi = (kept[name][here] for name in ("adv", "pi_old", "pi"))
+    weight = upref.get(arm).weight(pi / pi_old, A, mu=pi_old, **hp)
+    # an objective may have one weight for all tokens
+    return Tokens(pi_old, pi, np.broadcast_to(weight != 0, len(A)))
+
+
+def _draw_tokens(ax: Axes, tokens: Tokens) -> None:
+    """Draw the tokens as dots, red and larger where they have no gradient."""
+    x, y, alive = tokens
+    small: dict[str, Any] = {"lw": 0, "rasterized": True}
+    ax.scatter(x[alive], y[alive], s=3, color="#E69F00", alpha=0.8, **small)
+    ax.scatter(x[~alive], y[~alive], s=7, color="#CC0000", **small)
 
 
 def save_both(fig: Figure, path: Path) -> None:

@@ -111,7 +111,22 @@ def ranges(cfg: DictConfig) -> Iterator[str]:
         value = get(cfg, key)
         if isinstance(value, int | float) and not value > 0:
             yield f"{key} must be above 0, got {value}."
-    rollout, actor = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor
+    yield from _ranges_of_sampling(cfg)
+    if (seconds := cfg.actor_rollout_ref.nccl_timeout) < 60:
+        yield f"actor_rollout_ref.nccl_timeout is in seconds, at least 60, got {seconds}."
+    optim = cfg.actor_rollout_ref.actor.optim
+    if optim.lr > LARGE_RATE:
+        yield (
+            f"{ACTOR}.optim.lr must be at most {LARGE_RATE}, got {optim.lr}: each step would move every weight by it."
+        )
+    betas = optim.get("betas")
+    if betas is not None and not (len(betas) == 2 and all(0 <= b < 1 for b in betas)):
+        yield f"{ACTOR}.optim.betas are two numbers from 0 to below 1, got {betas}."
+
+
+def _ranges_of_sampling(cfg: DictConfig) -> Iterator[str]:
+    """Yield a sentence for each number of the sampling that is outside its range."""
+    rollout = cfg.actor_rollout_ref.rollout
     share, estimator = rollout.gpu_memory_utilization, cfg.algorithm.adv_estimator
     if not 0 < share < 1:
         yield f"{ROLLOUT}.gpu_memory_utilization is a share of the GPU, between 0 and 1, got {share}."
@@ -127,15 +142,6 @@ def ranges(cfg: DictConfig) -> Iterator[str]:
         yield (
             f"{ROLLOUT}.n must be at least 2 with adv_estimator={estimator}: a group of one has nothing to compare with."
         )
-    if (seconds := cfg.actor_rollout_ref.nccl_timeout) < 60:
-        yield f"actor_rollout_ref.nccl_timeout is in seconds, at least 60, got {seconds}."
-    if actor.optim.lr > LARGE_RATE:
-        yield (
-            f"{ACTOR}.optim.lr must be at most {LARGE_RATE}, got {actor.optim.lr}: each step would move every weight by it."
-        )
-    betas = actor.optim.get("betas")
-    if betas is not None and not (len(betas) == 2 and all(0 <= b < 1 for b in betas)):
-        yield f"{ACTOR}.optim.betas are two numbers from 0 to below 1, got {betas}."
 
 
 def one_of(

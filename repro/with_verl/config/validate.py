@@ -433,7 +433,7 @@ def _check_loss(cfg: DictConfig, actor) -> None:
     from upref_frameworks.verl.training import VERL_KEYS, hyperparameters, monitor_of
 
     mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
-    if not mode.startswith("upref/up("):  # it is made when it is asked for
+    if not mode.startswith("upref/up("):  # UP of any registered one
         _require_registered("policy loss", mode, POLICY_LOSS_REGISTRY)
     estimator = cfg.algorithm.adv_estimator
     _require_registered("advantage estimator", estimator, ADV_ESTIMATOR_REGISTRY)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.with_verl.config.compose import Run
+from repro.with_verl.health import ALARMS, BOUND
 from repro.with_verl.machine.estimate import Estimate
 from repro.with_verl.run import advice, folder, records, watch
 from repro.with_verl.run.saved import checkpoints, save
@@ -85,15 +86,11 @@ def start(
     with folder.alone(run.directory):
         folder.check(run.directory, run.overrides)
         save(run, run.directory, total=total, again=again, **facts)
-        part, kept = records.new_part(run.directory), checkpointed(run.directory)
+        part = records.new_part(run.directory)
+        kept = checkpointed(run.directory)
         log = run.directory / "verl.log"
-        command = [
-            sys.executable,
-            "-m",
-            "verl.trainer.main_ppo",
-            *run.overrides,
-            f"{LOG_TO}={part}",
-        ]
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", *run.overrides]
+        command.append(f"{LOG_TO}={part}")
         print(f"starting verl; checkpoints and logs go to {run.directory}", flush=True)
 
         told: list[float] = []
@@ -107,12 +104,9 @@ def start(
             told.append(row["data"].get("timing_s/step", 0.0))
             # the first step of a start compiles and warms up
             if len(told) == 2 and total:
-                print(
-                    predicted_again(
-                        facts.get("estimate", {}), told[-1], total - row["step"]
-                    ),
-                    flush=True,
-                )
+                estimate = facts.get("estimate", {})
+                left = total - row["step"]
+                print(predicted_again(estimate, told[-1], left), flush=True)
 
         # A run on one machine joins no cluster: not another's, nor one that has left
         # its address behind.
@@ -143,11 +137,9 @@ def start(
         with open(log, "a", encoding="utf-8") as f:
             f.write(f"{last}\n")
         print(last, flush=True)
-        return (
-            DIED_AHEAD
-            if code not in (0, 130, 143) and checkpointed(run.directory) > kept
-            else code
-        )
+        if code not in (0, 130, 143) and checkpointed(run.directory) > kept:
+            return DIED_AHEAD
+        return code
 
 
 def predicted_again(estimate: dict[str, Any], seconds: float, left: int) -> str:
@@ -181,14 +173,15 @@ def joins(run: Run) -> bool:
 def line_of_step(row: dict, total: int | None) -> str:
     """Return a step of the log as one line."""
     d = row["data"]
-    parity = (
-        f"  parity {d['actor/upref/parity_of_bound']:.2g}"
-        if "actor/upref/parity_of_bound" in d
-        else ""
-    )
-    alarms = "  PARITY ALARM" if d.get("actor/upref/parity_alarms", 0) > 0 else ""
-    seconds = f"  {d['timing_s/step']:.1f} s" if "timing_s/step" in d else ""
-    return f"  step {row['step']:4} of {total or '?'}  score {d.get(SCORE, float('nan')):.3f}{parity}{alarms}{seconds}"
+    score = d.get(SCORE, float("nan"))
+    line = f"  step {row['step']:4} of {total or '?'}  score {score:.3f}"
+    if BOUND in d:
+        line += f"  parity {d[BOUND]:.2g}"
+    if d.get(ALARMS, 0) > 0:
+        line += "  PARITY ALARM"
+    if "timing_s/step" in d:
+        line += f"  {d['timing_s/step']:.1f} s"
+    return line
 
 
 def last_words(
@@ -217,19 +210,15 @@ def last_words(
     trained = done >= total if total else status == 0
     if trained and not lost_its_end:
         return f"upref: finished, {of}: `{report}`", 0
-    how = ended or (
-        f"verl ended with status {status}" if status else "verl ended early"
-    )
+    how = "verl ended early"
+    if status:
+        how = f"verl ended with status {status}"
     cure = "" if status in (130, 143) else f"; {advice.cure(log, run.directory)}"
-    goes = (
-        f"from the checkpoint of step {kept}"
-        if kept
-        else "from the beginning (no checkpoint was saved)"
-    )
-    return (
-        f"upref: ended after {of}: {how}{cure}. The same command goes on {goes}: {again}",
-        status or 1,
-    )
+    goes = "from the beginning (no checkpoint was saved)"
+    if kept:
+        goes = f"from the checkpoint of step {kept}"
+    line = f"upref: ended after {of}: {ended or how}{cure}. The same command goes on {goes}: {again}"
+    return line, status or 1
 
 
 class Terminated(Exception):
