@@ -8,6 +8,7 @@ import argparse
 from typing import NoReturn
 
 from upref import interrupt
+from upref.errors import InputError
 
 interrupt.handled()
 
@@ -27,3 +28,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(
             2, f"{self.prog}: {message} (`-h` in its place shows what it takes).\n"
         )
+
+
+def parse_seeds(text: str) -> list[str]:
+    """Return the seeds of an option such as --seeds 1,2,3, in this order.
+
+    Raises:
+        InputError: they are no different whole numbers.
+    """
+    seeds = text.split(",")
+    if not all(seed.isdecimal() for seed in seeds) or len(set(seeds)) != len(seeds):
+        raise InputError(
+            f"--seeds must be different whole numbers with commas between them, got {text!r}."
+        )
+    return seeds

@@ -143,51 +143,35 @@ def serve(early: str, late: str, parent: str) -> list[str]:
     except FileNotFoundError:  # the parent has ended and removed the folder
         sys.exit()
     listener.listen(64)
-    imported = False
+    is_first = True  # no fork was asked for yet
     # signals are for the forks; a time limit sends SIGTERM to all of a group at once
     ours = {
         number: signal.signal(number, signal.SIG_IGN)
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     asking: dict[int, socket.socket] = {}  # process id of a fork -> who asked for it
-    for name in filter(None, early.split(",")):
-        __import__(name)
+    import_all(early)
     gc.freeze()  # the forks share what was imported
     while os.getppid() == int(parent):  # not left behind
         ready, _, _ = select.select(
             [listener, *asking.values()], [], [], 0.02 if asking else 0.2
         )
-        for pid, client in list(asking.items()):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                with suppress(OSError):  # who asked has ended
-                    asking.pop(pid).sendall(
-                        str(os.waitstatus_to_exitcode(status) & 255).encode()
-                    )
-            elif client in ready:  # who asked was killed
-                os.kill(pid, signal.SIGKILL)
+        look_after(asking, ready)
         if listener not in ready:
             continue
         client, _ = listener.accept()
         _, files, _, _ = socket.recv_fds(client, 1, 3)
         arguments, environment, folder = json.loads(client.makefile().readline())
-        if not imported:
+        if is_first:
             adopt(environment, folder)
-            for name in filter(None, late.split(",")):
-                __import__(name)
-            imported = True
+            import_all(late)
+            is_first = False
         pid = os.fork()
         if pid == 0:
             listener.close()
             for number, handler in ours.items():
                 signal.signal(number, handler)
-            for at, file in enumerate(files):
-                os.dup2(file, at)
-                os.close(file)
-            sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115  of other files
-            sys.stderr = open(  # noqa: SIM115
-                2, "w", errors="backslashreplace", buffering=1, closefd=False
-            )
+            take_over(files)
             adopt(environment, folder)
             return arguments
         asking[pid] = client
@@ -199,6 +183,43 @@ def serve(early: str, late: str, parent: str) -> list[str]:
         if OURS.fullmatch(os.path.basename(os.path.dirname(path))):
             os.rmdir(os.path.dirname(path))
     sys.exit()
+
+
+def import_all(names: str) -> None:
+    """Import these modules, with commas between their names."""
+    for name in filter(None, names.split(",")):
+        __import__(name)
+
+
+def look_after(asking: dict[int, socket.socket], ready: list[socket.socket]) -> None:
+    """Send the exit status of each fork that has ended to who asked for it; kill the
+    forks of those that were killed.
+
+    Args:
+        asking: process id of a fork -> who asked for it; those that have ended are
+            taken out.
+        ready: what can be read: who asked writes nothing, and so has gone.
+    """
+    for pid, client in list(asking.items()):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            del asking[pid]
+            code = os.waitstatus_to_exitcode(status) & 255
+            with suppress(OSError):  # who asked has ended
+                client.sendall(str(code).encode())
+        elif client in ready:
+            os.kill(pid, signal.SIGKILL)
+
+
+def take_over(files: list[int]) -> None:
+    """Make these files the standard input, output and errors of this process."""
+    for at, file in enumerate(files):
+        os.dup2(file, at)
+        os.close(file)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115  of other files
+    sys.stderr = open(  # noqa: SIM115
+        2, "w", errors="backslashreplace", buffering=1, closefd=False
+    )
 
 
 def adopt(environment: dict[str, str], folder: str) -> None:

@@ -100,15 +100,12 @@ def per_prompt(task: Task, x: Float[Tensor, "S N"]) -> Float[Tensor, "S Q"]:
     )
 
 
-def bandit(
-    reward: list[float], prompts: int = 1, features: Tensor | None = None
-) -> Task:
+def bandit(reward: list[float], prompts: int = 1) -> Task:
     """Return a task of responses of one token: arm v of prompt q has reward[q V + v].
 
     Args:
         reward: of each arm of each prompt, of which there are equally many.
-        prompts: how many; each is one context.
-        features: [prompts, D]; None for a table.
+        prompts: how many; each is one context of a table.
 
     Raises:
         InputError: the rewards are not a multiple of the prompts.
@@ -120,14 +117,13 @@ def bandit(
         )
     arms = N // prompts
     prompt = torch.arange(N) // arms
-    identity = torch.eye(prompts, dtype=F64)
     return Task(
         contexts=prompt[:, None],
         tokens=(torch.arange(N) % arms)[:, None],
         mask=torch.ones(N, 1, dtype=torch.bool),
         prompt=prompt,
         reward=torch.tensor(reward, dtype=F64),
-        features=identity if features is None else features,
+        features=torch.eye(prompts, dtype=F64),
     )
 
 

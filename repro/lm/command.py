@@ -23,7 +23,7 @@ import torch
 
 from repro import Parser
 from repro.lm import report, room
-from repro.mini.compare import parse_override
+from repro.mini.compare import parse_overrides
 from repro.mini.experiment.suite import exit_status_of
 from repro.mini.policy import smollm2
 from repro.mini.train import loop
@@ -162,11 +162,7 @@ def settings_of(args: argparse.Namespace, device: str) -> list[Settings]:
     Raises:
         InputError: no run could be made of a name or a value.
     """
-    given = dict(map(parse_override, args.overrides))
-    for name in given.keys() & {"seed", "objective"}:
-        raise InputError(
-            f"{name} is not a setting to change here: the objective comes first, a seed by --seed."
-        )
+    given = parse_overrides(args.overrides, "a seed by --seed")
     if args.against == args.objective:
         raise InputError(
             f"--against {args.against} is the objective itself: name another one (`upref list`)."

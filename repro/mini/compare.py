@@ -323,6 +323,24 @@ def parse_override(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def parse_overrides(texts: list[str], seeds: str) -> dict[str, Any]:
+    """Return name -> value of several NAME=VALUE.
+
+    Args:
+        texts: what the user typed.
+        seeds: by which option seeds are chosen, in words, for the message.
+
+    Raises:
+        InputError: one has no `=`, or sets the seed or the objective.
+    """
+    overrides = dict(map(parse_override, texts))
+    for name in overrides.keys() & {"seed", "objective"}:
+        raise InputError(
+            f"{name} is not a setting to change here: the objective comes first, {seeds}."
+        )
+    return overrides
+
+
 @suite.exit_status_of("run.sh")
 def main(argv: list[str] | None = None) -> int:
     """Train an objective and its other half, report, and return the exit status, as
@@ -361,11 +379,7 @@ def main(argv: list[str] | None = None) -> int:
 
     if args.seeds < 1 or args.jobs < 1:
         raise InputError("--seeds and --jobs must be at least 1.")
-    overrides = dict(map(parse_override, args.overrides))
-    for name in overrides.keys() & {"seed", "objective"}:
-        raise InputError(
-            f"{name} is not a setting to change here: the objective comes first, seeds by --seeds."
-        )
+    overrides = parse_overrides(args.overrides, "seeds by --seeds")
     Settings.of(overrides)  # a wrong name, said with the nearest right one
     e = experiment(args.objective, args.seeds, overrides, args.against)
     name = args.objective + (f"_against_{args.against}" if args.against else "")

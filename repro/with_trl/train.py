@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import upref
-from repro import Parser
+from repro import Parser, parse_seeds
 from repro.with_trl import memory
 from repro.with_trl.log import StepLog
 from repro.with_verl import report
@@ -76,14 +76,10 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--out", type=Path, default=RUNS / "trl")
     args = p.parse_args(argv)
     try:
-        names = [args.objective] + (
-            [args.against] if args.against not in ("none", args.objective) else []
-        )
-        seeds = args.seeds.split(",")
-        if not all(s.isdecimal() for s in seeds) or len(set(seeds)) != len(seeds):
-            raise InputError(
-                f"--seeds must be different whole numbers with commas between them, got {args.seeds!r}."
-            )
+        names = [args.objective]
+        if args.against not in ("none", args.objective):
+            names.append(args.against)
+        seeds = parse_seeds(args.seeds)
         if args.steps is not None and args.steps < 1:
             raise InputError(f"--steps must be at least 1, got {args.steps}.")
         for name in names:

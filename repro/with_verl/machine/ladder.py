@@ -215,10 +215,12 @@ def choose(objective: str, scale: str, words: list[str], m: Machine) -> str:
     named = paper_scale(objective)[0] if scale in ("paper", "") else scale
     if named == "mini":
         return "mini mini"
-    if "--tiny" not in words:
-        if scale:
-            check_gpus(named, m, any("=" in word for word in words))
-        refuse(old_driver(m, pinned_cuda("torch" if named == "trl" else "gpu")))
+    on_gpu = "--tiny" not in words
+    if on_gpu and scale:
+        check_gpus(named, m, changed=any("=" in word for word in words))
+    if on_gpu:
+        requirements = "torch" if named == "trl" else "gpu"
+        refuse(old_driver(m, pinned_cuda(requirements)))
     return " ".join([scale or "-", *parts(named)])
 
 

@@ -30,7 +30,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from repro import Parser
+from repro import Parser, parse_seeds
 from repro.with_verl.config.compose import Run, compose, extra
 from repro.with_verl.config.scales import HANDED_OVER
 from repro.with_verl.machine import costs, preflight, processes
@@ -188,11 +188,7 @@ def seeds_of(text: str | None, overrides: list[str]) -> list[list[str]]:
     """
     if text is None:
         return [[]]
-    seeds = text.split(",")
-    if not all(s.isdecimal() for s in seeds) or len(set(seeds)) != len(seeds):
-        raise InputError(
-            f"--seeds must be different whole numbers with commas between them, got {text!r}."
-        )
+    seeds = parse_seeds(text)
     if clash := [
         o for o in overrides if o.startswith(("seed=", "data.seed=", "name="))
     ]:
@@ -347,7 +343,7 @@ def hyperparameters_in_force(cfg: Any) -> str:
     """
     o, given = _objective_of(cfg)
     values = [
-        f"{k}={v:g}" + ("" if k in given else " (default)")
+        f"{k}={v:g}" if k in given else f"{k}={v:g} (default)"
         for k, v in o.resolve(given).items()
         if k != "beta"
     ]
