@@ -418,9 +418,8 @@ if __name__ == "__main__":
             smoke.let_verl_read(chosen, words, SHAPES[args.size])
             print(f"verl accepts these {len(words)} overrides; nothing was started")
             sys.exit(0)
-        out, limit = args.out.resolve(), args.limit
-        how = (args.steps, args.size, args.fault, rest, limit, args.cpu)
-        sys.exit(main(chosen, out, *how))
+        how = (args.steps, args.size, args.fault, rest, args.limit, args.cpu)
+        sys.exit(main(chosen, args.out.resolve(), *how))
     except (upref.InputError, OSError) as error:
         print(f"gpu_trial: {error}", file=sys.stderr)
         sys.exit(2)

@@ -127,7 +127,8 @@ def ranges(cfg: DictConfig) -> Iterator[str]:
 def _ranges_of_sampling(cfg: DictConfig) -> Iterator[str]:
     """Yield a sentence for each number of the sampling that is outside its range."""
     rollout = cfg.actor_rollout_ref.rollout
-    share, estimator = rollout.gpu_memory_utilization, cfg.algorithm.adv_estimator
+    share = rollout.gpu_memory_utilization
+    estimator = cfg.algorithm.adv_estimator
     if not 0 < share < 1:
         yield f"{ROLLOUT}.gpu_memory_utilization is a share of the GPU, between 0 and 1, got {share}."
     for part, sampler in (
@@ -365,10 +366,12 @@ def fsdp(cfg: DictConfig, shape: Shape, gpus: int) -> Iterator[str]:
     """Yield a sentence if FSDP's shards do not divide the GPUs, or Ulysses' size the
     GPUs and the heads.
     """
-    size, sp = cfg.actor_rollout_ref.actor.fsdp_config.fsdp_size, ulysses(cfg)
+    size = cfg.actor_rollout_ref.actor.fsdp_config.fsdp_size
+    sp = ulysses(cfg)
     if size != -1:
         yield from divides(f"{ACTOR}.fsdp_config.fsdp_size", size, "GPUs", gpus)
-    key, kv = f"{ACTOR}.ulysses_sequence_parallel_size", shape.kv_heads
+    key = f"{ACTOR}.ulysses_sequence_parallel_size"
+    kv = shape.kv_heads
     yield from divides(key, sp, "GPUs", gpus)
     yield from divides(key, sp, "attention heads", shape.heads)
     if kv % sp and sp % kv:
@@ -401,12 +404,11 @@ def batches(cfg: DictConfig, _: Shape) -> Iterator[str]:
     """Yield a sentence if a batch is not a number of mini-batches, or a mini-batch does
     not divide over the data-parallel ranks. The shape is not read.
     """
-    actor, n = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout.n
-    batch, mini, m = (
-        cfg.data.train_batch_size,
-        actor.ppo_mini_batch_size,
-        actor.get("megatron"),
-    )
+    actor = cfg.actor_rollout_ref.actor
+    n = cfg.actor_rollout_ref.rollout.n
+    batch = cfg.data.train_batch_size
+    mini = actor.ppo_mini_batch_size
+    m = actor.get("megatron")
     if batch % mini:
         yield f"data.train_batch_size={batch} must be a multiple of {ACTOR}.ppo_mini_batch_size={mini}: change one."
     split = replica(m) if m else ulysses(cfg)
@@ -427,9 +429,11 @@ def budgets(cfg: DictConfig, shape: Shape) -> Iterator[str]:
     for key, of in FOLLOWS.items():
         if get(cfg, key) != get(cfg, of):
             yield f"{key}={get(cfg, key)} and {of}={get(cfg, of)} differ: set {of} alone, and {key} follows it."
-    rollout, actor = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor
+    rollout = cfg.actor_rollout_ref.rollout
+    actor = cfg.actor_rollout_ref.actor
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    context, limit = shape.context, rollout.max_model_len
+    context = shape.context
+    limit = rollout.max_model_len
     if STRETCHED & {*(cfg.actor_rollout_ref.model.override_config or {})}:
         context = 0  # not known
     if 0 < context < longest:

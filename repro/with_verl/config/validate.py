@@ -104,8 +104,10 @@ def unread(cfg: DictConfig, key: str) -> Iterator[str]:
     """Yield a sentence if verl has this setting and nothing reads it in a run of these
     scales; nothing where it is read.
     """
-    actor, steps = cfg.actor_rollout_ref.actor, cfg.trainer.total_training_steps
-    warmup, mode = actor.optim.lr_warmup_steps, actor.policy_loss.loss_mode
+    actor = cfg.actor_rollout_ref.actor
+    steps = cfg.trainer.total_training_steps
+    warmup = actor.optim.lr_warmup_steps
+    mode = actor.policy_loss.loss_mode
     section, _, rest = key.partition(".")
     if section == "critic":
         yield f"nothing reads {key}: no scale trains a critic."

@@ -71,12 +71,10 @@ def facts(path: Path) -> dict[str, str]:
     parquet file.
     """
     try:
-        return {
-            k.decode(): v.decode()
-            for k, v in (pq.read_schema(path).metadata or {}).items()
-        }
+        metadata = pq.read_schema(path).metadata or {}
     except (OSError, pa.ArrowInvalid):
         return {}
+    return {key.decode(): value.decode() for key, value in metadata.items()}
 
 
 def check_file(path: Path) -> int:
@@ -102,15 +100,10 @@ def check_file(path: Path) -> int:
     if not len(table):
         raise InputError(f"{path} has no rows: prepare it again.")
     for i, r in enumerate(table.to_pylist()):
-        messages, answer = (
-            r["prompt"] or [],
-            (r["reward_model"] or {}).get("ground_truth"),
-        )
-        if (
-            not messages
-            or not all(m["role"] and m["content"] for m in messages)
-            or not answer
-        ):
+        messages = r["prompt"] or []
+        answer = (r["reward_model"] or {}).get("ground_truth")
+        are_whole = all(m["role"] and m["content"] for m in messages)
+        if not messages or not are_whole or not answer:
             raise InputError(
                 f"{path}, row {i}: an empty prompt or answer: prepare it again."
             )

@@ -73,10 +73,8 @@ def look(where: Path = ROOT) -> Machine:
     where = next(p for p in [where, *where.parents] if p.exists())
     m.free_disk = shutil.disk_usage(where).free
     m.nodes = max(1, ray_nodes())
-    m.memory, m.cores = (
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        os.cpu_count() or 1,
-    )
+    m.memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    m.cores = os.cpu_count() or 1
     m.shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else 0
     rows = of_gpus("driver_version,name,memory.total")
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):

@@ -66,7 +66,9 @@ class Start:
 
 def gpus(s: Start) -> Iterator[str]:
     """Yield a sentence if this machine has fewer GPUs than the scale needs of each."""
-    want, nodes, m = s.cfg.trainer.n_gpus_per_node, s.cfg.trainer.nnodes, s.machine
+    want = s.cfg.trainer.n_gpus_per_node
+    nodes = s.cfg.trainer.nnodes
+    m = s.machine
     if not m.gpus:
         yield f"no GPU is visible here, and {s.scale} needs {nodes} x {want}: take the scale mini or smoke."
     if m.gpus < want:
@@ -92,7 +94,8 @@ def packages(s: Start) -> Iterator[str]:
     for each group of packages that are not installed.
     """
     have = s.machine.versions
-    if (found := have.get("verl")) != VERL:
+    found = have.get("verl")
+    if found != VERL:
         yield f"verl {VERL} is needed, and {found or 'none'} is installed: {GET_VERL} into this environment."
     found = have.get("transformers")
     if "transformers" in have and not (found and Version(found) in TRANSFORMERS):
@@ -161,7 +164,8 @@ def memory_of_host(s: Start) -> Iterator[str]:
     """Yield a sentence if what is offloaded does not fit the machine's memory, beside
     20 GB, and 4 GB for each GPU.
     """
-    have, trainer = s.machine.memory, s.cfg.trainer
+    have = s.machine.memory
+    trainer = s.cfg.trainer
     shares = offloads(s.cfg, "param") / 3 + offloads(s.cfg, "optimizer") * 2 / 3
     held = s.estimate.checkpoint * shares / trainer.nnodes
     need = held + 20 * GB + 4 * GB * trainer.n_gpus_per_node
@@ -180,7 +184,8 @@ def shared_memory(s: Start) -> Iterator[str]:
 
 def cores(s: Start) -> Iterator[str]:
     """Yield a sentence if the machine has fewer cores than verl requests of Ray."""
-    have, need = s.machine.cores, 3 * s.cfg.trainer.n_gpus_per_node
+    have = s.machine.cores
+    need = 3 * s.cfg.trainer.n_gpus_per_node
     if have < need:
         yield (
             f"this machine has {have} cores, and verl requests 3 per GPU ({need}): "
@@ -192,7 +197,8 @@ def disk(s: Start) -> Iterator[str]:
     """Yield a sentence if the disk has no room for the checkpoints that are kept and
     the next one.
     """
-    trainer, have = s.cfg.trainer, s.machine.free_disk
+    trainer = s.cfg.trainer
+    have = s.machine.free_disk
     kept = (trainer.max_actor_ckpt_to_keep or 5) + 1
     need = s.estimate.checkpoint * kept if trainer.save_freq > 0 else 1 * GB
     if have < need:

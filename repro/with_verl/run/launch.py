@@ -259,7 +259,8 @@ def train(
     if machine is None and not check_step(cfg):
         return 1
     facts = {"estimate": estimate.facts(), "gpu": m.gpu_name}
-    again_line, patience = start.command_line(again), start.Patience.of(estimate)
+    again_line = start.command_line(again)
+    patience = start.Patience.of(estimate)
     status = start.start(run, estimate.steps, again_line, patience, **facts)
     return told(run, status, shakedown)
 

@@ -18,16 +18,13 @@ def checkpoints(folder: Path) -> Path:
     key = "trainer.default_local_dir="
     try:
         saved = json.loads((folder / "overrides.json").read_text(encoding="utf-8"))
-        given = [
-            r["override"].removeprefix(key)
-            for r in saved["overrides"]
-            if r["override"].startswith(key)
-        ]
+        lines = [row["override"] for row in saved["overrides"]]
     except (OSError, ValueError, KeyError):
-        given = []
-    return (
-        Path(given[-1].strip("'\"")).expanduser() if given else folder / "checkpoints"
-    )
+        lines = []
+    given = [line.removeprefix(key) for line in lines if line.startswith(key)]
+    if not given:
+        return folder / "checkpoints"
+    return Path(given[-1].strip("'\"")).expanduser()
 
 
 def save(run: Run, where: Path, **facts: Any) -> Path:

@@ -202,7 +202,8 @@ def last_words(
         None or 0.
     """
     rows = records.training(records.merged(run.directory))
-    done, kept = rows[-1]["step"] if rows else 0, checkpointed(run.directory)
+    done = rows[-1]["step"] if rows else 0
+    kept = checkpointed(run.directory)
     of = f"{done} of {total} steps" if total else f"{done} steps"
     report = f"python -m repro.with_verl.report {run.directory}"
     # it saves checkpoints, and ended before the last one was whole

@@ -251,7 +251,8 @@ def run(
     try:
         while process.poll() is None and not why:
             family.look()
-            now, rows = time.monotonic(), steps(log)
+            now = time.monotonic()
+            rows = steps(log)
             for row in rows[seen.steps :]:
                 tell(row)
                 seen.add_step(now, family.worked)
