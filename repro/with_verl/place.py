@@ -4,7 +4,7 @@ another machine, finds it.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -24,7 +24,7 @@ def pythonpath() -> str:
     return os.pathsep.join([str(ROOT), *given])
 
 
-def modules_of_user(ours: Iterable[str]) -> list[str]:
+def modules_of_user(ours: Collection[str]) -> list[str]:
     """Return the modules that the user has every process of verl import, in order,
     without those of `ours`.
     """
