@@ -40,7 +40,7 @@ from repro.with_verl.config.compose import watched
 from repro.with_verl.cpu import smoke, toy
 from repro.with_verl.health import STEPS
 from repro.with_verl.machine import here
-from repro.with_verl.place import modules_of_user, pythonpath
+from repro.with_verl.place import EXTERNAL_MODULES, modules_of_user, pythonpath
 from repro.with_verl.run import advice, records, watch
 from upref.files import MARK, own_folder, write_atomically
 from upref_frameworks.verl.record import FOLDER, HOW_OFTEN
@@ -120,7 +120,7 @@ def environment(log: Path, eager: bool) -> dict[str, str]:
     ours = "upref_frameworks.verl.training"
     found = {
         "PYTHONPATH": pythonpath(),
-        smoke.MODULES: ",".join([*modules_of_user([ours]), ours]),
+        EXTERNAL_MODULES: ",".join([*modules_of_user([ours]), ours]),
         "VERL_USE_EXTERNAL_PLUGINS": "none",  # upref once is enough
         "VERL_FILE_LOGGER_PATH": str(log),
         # vLLM's sampler imports flashinfer otherwise

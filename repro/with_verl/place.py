@@ -11,7 +11,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RUNS = ROOT / "runs"  # not in git
 RESULTS = HERE / "results"
-MODULES = "VERL_USE_EXTERNAL_MODULES"  # what every process of verl imports
+EXTERNAL_MODULES = "VERL_USE_EXTERNAL_MODULES"  # what every process of verl imports
 
 
 def pythonpath() -> str:
@@ -28,5 +28,5 @@ def modules_of_user(ours: Collection[str]) -> list[str]:
     """Return the modules that the user has every process of verl import, in order,
     without those of `ours`.
     """
-    given = os.environ.get(MODULES, "").split(",")
+    given = os.environ.get(EXTERNAL_MODULES, "").split(",")
     return [module for module in given if module and module not in ours]

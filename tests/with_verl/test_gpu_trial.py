@@ -19,7 +19,7 @@ from repro.mini import tasks
 from repro.mini.policy import smollm2
 from repro.with_verl import addition, gpu_trial as trial
 from repro.with_verl.cpu import smoke, toy
-from repro.with_verl.place import ROOT
+from repro.with_verl.place import EXTERNAL_MODULES, ROOT
 from repro.with_verl.run import watch
 
 ENDED = watch.Outcome(0, "", 60.0)
@@ -94,9 +94,9 @@ def test_the_reward_of_random_weights_is_the_share_of_words_that_fit():
 
 def test_modules_of_the_user_are_imported_before_the_plug_in(monkeypatch, tmp_path):
     ours = "upref_frameworks.verl.training"
-    monkeypatch.setenv(smoke.MODULES, f"theirs,{ours}")
+    monkeypatch.setenv(EXTERNAL_MODULES, f"theirs,{ours}")
     found = trial.environment(tmp_path / "log", eager=True)
-    assert found[smoke.MODULES] == f"theirs,{ours}"
+    assert found[EXTERNAL_MODULES] == f"theirs,{ours}"
     assert found["TORCHDYNAMO_DISABLE"] == "1"
     assert "TORCHDYNAMO_DISABLE" not in trial.environment(tmp_path / "log", eager=False)
 
@@ -336,7 +336,7 @@ print("no engines")
 def test_the_smoke_run_imports_modules_of_the_user_behind_its_own(
     monkeypatch, tmp_path
 ):
-    monkeypatch.setenv(smoke.MODULES, "theirs")
-    found = smoke.environment(tmp_path / "log", ("extra",))[smoke.MODULES]
+    monkeypatch.setenv(EXTERNAL_MODULES, "theirs")
+    found = smoke.environment(tmp_path / "log", ("extra",))[EXTERNAL_MODULES]
     ours = "repro.with_verl.cpu.device,upref_frameworks.verl.training"
     assert found == f"{ours},extra,theirs"

@@ -11,11 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import upref
-from repro.with_verl import place
 from repro.with_verl.config.naming import name_of
 from repro.with_verl.config.scales import Scale, load_scale, paper_scale
 from repro.with_verl.health import STEPS
-from repro.with_verl.place import ROOT, RUNS
+from repro.with_verl.place import (
+    EXTERNAL_MODULES,
+    ROOT,
+    RUNS,
+    modules_of_user,
+    pythonpath,
+)
 from upref import InputError
 from upref.replay.record import EVERY
 from upref_frameworks.verl.record import FOLDER, HOW_OFTEN, WATCHED
@@ -106,8 +111,8 @@ def environment(directory: Path) -> dict[str, str]:
     What the user has verl import is imported too, after the modules of this project.
     """
     return {
-        place.MODULES: ",".join([*MODULES, *place.modules_of_user(MODULES)]),
-        "PYTHONPATH": place.pythonpath(),
+        EXTERNAL_MODULES: ",".join([*MODULES, *modules_of_user(MODULES)]),
+        "PYTHONPATH": pythonpath(),
         **watched(directory),
     }
 

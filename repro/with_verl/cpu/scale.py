@@ -19,7 +19,7 @@ from repro.with_verl.config.compose import ACTOR, Run
 from repro.with_verl.config.naming import name_of
 from repro.with_verl.config.scales import Scale
 from repro.with_verl.cpu import smoke, toy
-from repro.with_verl.place import MODULES, RUNS
+from repro.with_verl.place import EXTERNAL_MODULES, RUNS
 
 FIRST, STALL = 600, 120  # seconds: other work is on the machine too
 STEPS = 12
@@ -77,7 +77,8 @@ def compose(
     if address:
         own = [line for line in own if not line.startswith(OF_ONE_MACHINE)]
     env = smoke.environment(directory / "unused") | composing.environment(directory)
-    env[MODULES] = f"repro.with_verl.cpu.device,{env[MODULES]}"
+    modules = env[EXTERNAL_MODULES]
+    env[EXTERNAL_MODULES] = f"repro.with_verl.cpu.device,{modules}"
     env.pop("VERL_FILE_LOGGER_PATH")  # each start has its own
     if address:  # Ray's machines were started by others, without it
         env.pop(fork.SOCKET)

@@ -28,7 +28,7 @@ from repro.with_verl.cpu import toy
 from repro.with_verl.health import BOUND, FAILURES, NORMALIZER, furthest_from_1
 from repro.with_verl.machine.here import version_of
 from repro.with_verl.place import (
-    MODULES,
+    EXTERNAL_MODULES,
     RESULTS,
     ROOT,
     modules_of_user,
@@ -60,7 +60,7 @@ def environment(log: Path) -> dict[str, str]:
     ours = ("repro.with_verl.cpu.device", "upref_frameworks.verl.training")
     return TABLES["environment"] | {
         "PYTHONPATH": pythonpath(),
-        MODULES: ",".join([*ours, *modules_of_user(ours)]),
+        EXTERNAL_MODULES: ",".join([*ours, *modules_of_user(ours)]),
         "VERL_FILE_LOGGER_PATH": str(log),
         # short: 107 letters at most
         fork.SOCKET: f"{tempfile.gettempdir()}/upref-{os.getpid()}-{time.time_ns()}",
