@@ -3,6 +3,7 @@
 `audit` see them.
 """
 
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,6 +24,7 @@ from upref_frameworks import audits as A
 pytest.importorskip("trl", reason="`repro/venv.sh trl` installs what TRL's losses need")
 from trl import GRPOTrainer, RLOOTrainer
 
+from upref_frameworks.trl.adapter import mute
 from upref_frameworks.trl.audit import COMPARISONS
 from upref_frameworks.trl.losses import loss_types, trl_loss
 
@@ -310,3 +312,15 @@ def test_identify_reads_trl(loss, name, hp, agg, why):
         bool(why),
     ) and why in who.why, str(who)
     assert {k: who.hp[k] for k in hp} == pytest.approx(hp, abs=1e-6)
+
+
+def test_the_adapter_restores_logging_when_a_step_raises():
+    before = logging.root.manager.disable
+    logging.disable(logging.DEBUG)
+    try:
+        with pytest.raises(ZeroDivisionError), mute():
+            assert not logging.getLogger("trl").isEnabledFor(logging.WARNING)
+            raise ZeroDivisionError
+        assert logging.root.manager.disable == logging.DEBUG
+    finally:
+        logging.disable(before)

@@ -122,18 +122,14 @@ class StepDifference(Result):
         width = max(len(self.a), len(self.b))
         for one in self.differing:
             lines.append(f"DIFF  {one.case}: {one.quantity}")
-            for name, value, cause, settings in zip(
-                (self.a, self.b),
-                (one.a, one.b),
-                one.causes,
-                _own_settings(one.settings),
-                strict=True,
-            ):
+            own_settings = _own_settings(one.settings)
+            trainers = ((self.a, one.a), (self.b, one.b))
+            for i, (name, value) in enumerate(trainers):
                 lines.append(f"      {name:<{width}}  {value}")
-                if cause != value:
-                    lines.append(f"      {'':<{width}}  {cause}")
-                if settings:
-                    lines.append(f"      {'':<{width}}  settings: {settings}")
+                if one.causes[i] != value:
+                    lines.append(f"      {'':<{width}}  {one.causes[i]}")
+                if own_settings[i]:
+                    lines.append(f"      {'':<{width}}  settings: {own_settings[i]}")
             lines += [f"      {closing.text()}" for closing in one.closings]
         if verbose:
             lines += [f"same  {one.case}" for one in self.compared if not one.quantity]
@@ -324,13 +320,12 @@ def compare_runs(
     left_out = {}
     with one_thread():
         for case in chosen:
-            reasons = [
-                f"{name}: {ran.left_out[case.id]}"
-                for name, ran in zip(names, (a, b), strict=True)
-                if case.id in ran.left_out
-            ]
-            reason_of_trainer = reasons[0] if reasons else ""
-            if reason := why_left_out(case) or reason_of_trainer:
+            reason = why_left_out(case)
+            if not reason and case.id in a.left_out:
+                reason = f"{names[0]}: {a.left_out[case.id]}"
+            elif not reason and case.id in b.left_out:
+                reason = f"{names[1]}: {b.left_out[case.id]}"
+            if reason:
                 left_out[case.id] = reason
                 continue
             ends = [ran.ends[case.id] for ran in (a, b)]
@@ -361,13 +356,13 @@ def diff_steps(
     found = compare_runs(first, second, chosen, seed)
     by_id = {case.id: case for case in chosen}
     names = (found.a, found.b)
-    compared = tuple(
-        _with_closings(one, by_id[one.case], (a, b), (first, second), names, seed)
-        if one.quantity
-        else one
-        for one in found.compared
-    )
-    return replace(found, compared=compared)
+    compared = []
+    for one in found.compared:
+        if one.quantity:
+            case = by_id[one.case]
+            one = _with_closings(one, case, (a, b), (first, second), names, seed)
+        compared.append(one)
+    return replace(found, compared=tuple(compared))
 
 
 def _with_closings(
@@ -543,13 +538,43 @@ def _first_difference(
     # the share of each gradient that no weights of the tokens give
     unexplained = [weights.residual for weights in read]
     if max(unexplained) > FIT:
-        a, b = (
+        words = [
             f"{share:.2g} of the gradient is no gradient of these"
             for share in unexplained
-        )
-        return "log-probabilities", a, b
-    ours, theirs = ([w.nan_to_num(0) for w in weights.weights] for weights in read)
+        ]
+        return "log-probabilities", words[0], words[1]
+    # a weight that the gradient does not determine is NaN
+    ours = [w.nan_to_num(0) for w in read[0].weights]
+    theirs = [w.nan_to_num(0) for w in read[1].weights]
     return _compare_weights(case, rows, ours, theirs)
+
+
+@dataclass(frozen=True)
+class _RowPair:
+    """The weights of the tokens of one row, in the gradients of two trainers.
+
+    Attributes:
+        number: of the row.
+        row: the row.
+        a, b: of each trainer: the weights of all tokens but the first, [S - 1].
+        a_trains, b_trains: of each trainer: whether a token trains.
+    """
+
+    number: int
+    row: Row
+    a: Tensor
+    b: Tensor
+    a_trains: Tensor
+    b_trains: Tensor
+
+    def words(self, quantity: str, t: int) -> tuple[str, str, str]:
+        """Return the quantity with the place of token t, and the weight that each
+        trainer gives this token, in words; the weight is 0 where it does not train.
+        """
+        a = float(self.a[t]) if self.a_trains[t] else 0
+        b = float(self.b[t]) if self.b_trains[t] else 0
+        place = _place(self.number, t, self.row)
+        return f"{quantity}: {place}", f"weight {a:.6g}", f"weight {b:.6g}"
 
 
 def _compare_weights(
@@ -564,64 +589,88 @@ def _compare_weights(
         rows: its rows.
         ours, theirs: of each row the weights of all its tokens but the first.
     """
-    largest = [max(float(w.abs().max()) for w in weights) for weights in (ours, theirs)]
-    trains = [
-        [w.abs() > ZERO * most for w in weights]
-        for weights, most in zip((ours, theirs), largest, strict=True)
-    ]
-    for i, row in enumerate(rows):
-        masked = torch.tensor(
-            [False] * (len(row.prompt) - 1) + row.trains
-        ).logical_not()
-        # of rewards r = 1, where no clip acts: a token without a weight is masked
-        is_mask = masked | torch.tensor(bool(case.advantages))
-        where = (trains[0][i] != trains[1][i]) & is_mask
-        if where.any():
-            t = int(where.nonzero()[0])
-            place = _place(i, t, row)
-            return f"mask: {place}", *_shown(ours[i], theirs[i], trains, i, t)
+    pairs = _pair_rows(rows, ours, theirs)
+    for pair in pairs:
+        if found := _find_mask_difference(case, pair):
+            return found
     factors = []
-    for i, row in enumerate(rows):
-        a, b = ours[i], theirs[i]
-        if not (trains[0][i].any() or trains[1][i].any()):
+    for pair in pairs:
+        if not (pair.a_trains.any() or pair.b_trains.any()):
             continue  # it trains in neither: it has no factor
-        # the factor of least squares: a = factor * b
-        factor = float(a @ b / (b @ b)) if b.any() else float(not a.any())
-        error = (a - factor * b).abs() / max(float(a.abs().max()), 1e-300)
-        if float(error.max()) > NEAR:
-            t = int(error.argmax())
-            quantity = _weight_words(case)
-            if trains[0][i][t] != trains[1][i][t]:
-                quantity = f"mask, or {quantity}"
-            place = _place(i, t, row)
-            return f"{quantity}: {place}", *_shown(a, b, trains, i, t)
+        factor = _factor_of_response(pair)
+        if found := _find_weight_difference(case, pair, factor):
+            return found
         factors.append(factor)
     spread = max(factors) - min(factors)
     if spread > NEAR * max(map(abs, factors)):
-        quantity = (
-            "advantage or divisor of a response"
-            if case.advantages
-            else "divisor of a response"
-        )
+        quantity = "divisor of a response"
+        if case.advantages:
+            quantity = "advantage or divisor of a response"
         listed = ", ".join(f"{factor:.4g}" for factor in factors)
         return quantity, f"{listed} times the other's", "1 for each response"
     quantity = "clip of the gradient's norm" if case.clip else "divisor"
     return quantity, f"{factors[0]:.6g} times the other's", "1"
 
 
-def _shown(
-    a: Tensor, b: Tensor, trains: Sequence[list[Tensor]], i: int, t: int
-) -> tuple[str, str]:
-    """Return the weights of a token in words; 0 where it does not train.
-
-    Args:
-        a, b: of both adapters, the weights of the tokens of its row.
-        trains: of both adapters, and of each row: which tokens train.
-        i, t: row and token.
+def _pair_rows(
+    rows: Sequence[Row], ours: list[Tensor], theirs: list[Tensor]
+) -> list[_RowPair]:
+    """Join the weights of each row. A token trains where its weight is above ZERO of
+    the trainer's largest weight.
     """
-    of_a = float(a[t]) if trains[0][i][t] else 0
-    of_b = float(b[t]) if trains[1][i][t] else 0
-    return f"weight {of_a:.6g}", f"weight {of_b:.6g}"
+    largest_of_ours = max(float(w.abs().max()) for w in ours)
+    largest_of_theirs = max(float(w.abs().max()) for w in theirs)
+    pairs = []
+    for number, row in enumerate(rows):
+        a, b = ours[number], theirs[number]
+        a_trains = a.abs() > ZERO * largest_of_ours
+        b_trains = b.abs() > ZERO * largest_of_theirs
+        pairs.append(_RowPair(number, row, a, b, a_trains, b_trains))
+    return pairs
+
+
+def _find_mask_difference(case: Case, pair: _RowPair) -> tuple[str, str, str] | None:
+    """Return the first token of a row that only one trainer trains because of its mask,
+    and its two weights, in words; None where there is none.
+    """
+    row = pair.row
+    trains = [False] * (len(row.prompt) - 1) + row.trains
+    # A token that the row trains has no weight where a clip acts: that is no mask. A case
+    # that begins with rewards has r = 1, where no clip acts.
+    is_on_policy = torch.tensor(bool(case.advantages))
+    is_of_mask = torch.tensor(trains).logical_not() | is_on_policy
+    differs = (pair.a_trains != pair.b_trains) & is_of_mask
+    if not differs.any():
+        return None
+    return pair.words("mask", int(differs.nonzero()[0]))
+
+
+def _factor_of_response(pair: _RowPair) -> float:
+    """Return the factor of least squares in a = factor * b. Where b is 0, it is 1 if a
+    is 0 too, else 0.
+    """
+    a, b = pair.a, pair.b
+    if b.any():
+        return float(a @ b / (b @ b))
+    return float(not a.any())
+
+
+def _find_weight_difference(
+    case: Case, pair: _RowPair, factor: float
+) -> tuple[str, str, str] | None:
+    """Return the token of a row whose weights are farthest from a = factor * b, and its
+    two weights, in words; None where no token is farther than NEAR.
+    """
+    largest = max(float(pair.a.abs().max()), 1e-300)  # 1e-300: a may be 0
+    error = (pair.a - factor * pair.b).abs() / largest
+    is_different = float(error.max()) > NEAR
+    if not is_different:
+        return None
+    t = int(error.argmax())
+    quantity = _weight_words(case)
+    if pair.a_trains[t] != pair.b_trains[t]:
+        quantity = f"mask, or {quantity}"
+    return pair.words(quantity, t)
 
 
 def _weight_words(case: Case) -> str:

@@ -118,8 +118,9 @@ def compare_moves(
 
     report = compare(steps, rows_of_steps, explain=False)
     if not report and check_arguments["explain"]:
-        first_agrees = compare(steps[:1], rows_of_steps[:1], explain=False)
-        fault = _fault_between(steps, rows_of_steps, compare) if first_agrees else ""
+        fault = ""
+        if compare(steps[:1], rows_of_steps[:1], explain=False):  # the first agrees
+            fault = _fault_between(steps, rows_of_steps, compare)
         if fault:
             report = with_cause(report, fault)
         else:

@@ -212,19 +212,19 @@ class Trained:
         rows_of_steps = []
         for step, numbers in enumerate(self.numbers):
             old = self._old(preparation, step)
-            rows_of_steps.append(
-                [
-                    replace(
-                        self.samples[i],
-                        adv=A[i],
-                        trains=preparation.trains(self.samples[i]),
-                        old=old[i] if old else None,
-                        ref=ref[i] if ref else None,
-                        sampler=None,
-                    )
-                    for i in numbers
-                ]
-            )
+            rows = []
+            for i in numbers:
+                sample = self.samples[i]
+                row = replace(
+                    sample,
+                    adv=A[i],
+                    trains=preparation.trains(sample),
+                    old=old[i] if old else None,
+                    ref=ref[i] if ref else None,
+                    sampler=None,
+                )
+                rows.append(row)
+            rows_of_steps.append(rows)
         return rows_of_steps
 
     def _old(self, preparation: Preparation, step: int) -> list[Any] | None:
@@ -287,9 +287,8 @@ class Trained:
         if self.case.steps == 1:
             return
         last_step = len(self.numbers) - 1
-        first, last = (
-            self._log_probs(n, self.case.temperature) for n in (0, last_step)
-        )
+        first = self._log_probs(0, self.case.temperature)
+        last = self._log_probs(last_step, self.case.temperature)
         moves = [
             abs(now - before)
             for i in self.numbers[-1]
@@ -313,9 +312,8 @@ def find_fault(trained: Trained) -> str:
         try:
             if trained.compare(preparation, explain=False):
                 return words
-        except (
-            InputError
-        ):  # the objective's gradient is 0 or not finite with this fault
+        except InputError:
+            # the objective's gradient is 0 or not finite with this fault
             continue
     return ""
 
@@ -416,15 +414,14 @@ def _wrong_masks(case: Case) -> Iterator[tuple[str, Callable[[Row], list[bool]]]
 
     def without_end(row: Row) -> list[bool]:
         """Return the mask without the end tokens."""
-        return [
-            t and token != END
-            for t, token in zip(trains(row), row.response, strict=True)
-        ]
+        pairs = zip(trains(row), row.response, strict=True)
+        return [is_trained and token != END for is_trained, token in pairs]
 
     def until_first_end(row: Row) -> list[bool]:
         """Return the mask up to the first end token, which is included."""
         return [
-            t and END not in row.response[:place] for place, t in enumerate(trains(row))
+            is_trained and END not in row.response[:place]
+            for place, is_trained in enumerate(trains(row))
         ]
 
     def without_last(row: Row) -> list[bool]:
@@ -433,11 +430,14 @@ def _wrong_masks(case: Case) -> Iterator[tuple[str, Callable[[Row], list[bool]]]
 
     def everything(row: Row) -> list[bool]:
         """Return True for every token, but for those of dropped responses."""
-        return [True] * len(row.response) if any(trains(row)) else trains(row)
+        own_mask = trains(row)
+        return [True] * len(row.response) if any(own_mask) else own_mask
 
     def without_cut(row: Row) -> list[bool]:
         """Return the mask without the responses that were cut off."""
-        return [False] * len(row.response) if is_truncated(row) else row.trains
+        if is_truncated(row):
+            return [False] * len(row.response)
+        return row.trains
 
     yield "end tokens do not train", without_end
     yield "tokens behind the first end token do not train", until_first_end

@@ -118,12 +118,11 @@ def outcome(
     config = request.config
     outcomes = config.stash[OUTCOMES]
     expected_failures = config.stash[EXPECTED_FAILURES]
-    unexpected = [
-        earlier
-        for earlier in outcomes
-        if earlier.status is Status.FAILED and earlier.case.id not in expected_failures
-    ]
-    explain = len(unexpected) < EXPLAINED and not expected_failure
+    unexpected = 0
+    for earlier in outcomes:
+        if earlier.status is Status.FAILED and earlier.case.id not in expected_failures:
+            unexpected += 1
+    explain = unexpected < EXPLAINED and not expected_failure
     options: dict[str, Any] = {
         "seed": config.getoption("--upref-seed"),
         "explain": explain,
@@ -203,24 +202,21 @@ def _summary(outcomes: Sequence[Outcome], expected_failures: Mapping[str, str]) 
     """Return how many cases ended in each way, in words. Known failures that did not
     pass are counted apart, as expected ones, and so are those that passed.
     """
-    outcomes_listed = [
-        outcome
-        for outcome in outcomes
-        if outcome.case.id in expected_failures and outcome.status is not Status.SKIPPED
-    ]
-    passes = sum(outcome.status is Status.PASSED for outcome in outcomes_listed)
-    statuses_of_others = [
-        outcome.status
-        for outcome in outcomes
-        if outcome.case.id not in expected_failures or outcome.status is Status.SKIPPED
-    ]
-    words = [
-        f"{statuses_of_others.count(status)} {status}"
-        for status in Status
-        if status in statuses_of_others
-    ]
-    if len(outcomes_listed) > passes:
-        words.append(counted(len(outcomes_listed) - passes, "expected failure"))
+    known = []
+    others = []
+    for outcome in outcomes:
+        is_known = outcome.case.id in expected_failures
+        if is_known and outcome.status is not Status.SKIPPED:
+            known.append(outcome.status)
+        else:
+            others.append(outcome.status)
+    words = []
+    for status in Status:
+        if status in others:
+            words.append(f"{others.count(status)} {status}")
+    passes = known.count(Status.PASSED)
+    if len(known) > passes:
+        words.append(counted(len(known) - passes, "expected failure"))
     if passes:
         words.append(f"{passes} passed that the list of known failures has")
     return ", ".join(words)

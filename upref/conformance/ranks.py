@@ -211,10 +211,8 @@ def _wait_for_ranks(ranks: Sequence[RankProcess], deadline: float) -> str:
     time_of_end = time.monotonic() + deadline
     processes = [rank.process for rank in ranks]
     while any(process.poll() is None for process in processes):
-        if (
-            any(process.poll() for process in processes)
-            or time.monotonic() > time_of_end
-        ):
+        one_failed = any(process.poll() for process in processes)
+        if one_failed or time.monotonic() > time_of_end:
             break
         time.sleep(PAUSE)
     failed = [rank for rank in ranks if rank.process.poll()]

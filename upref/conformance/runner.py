@@ -185,22 +185,23 @@ def run(
     except Exception as error:
         return could_not_run(describe_error(error), error)
 
-    def step(model: Any, rows: list[Row]) -> Any:
-        """Let the adapter train, by `move` in a case of an engine; note its error."""
-        call = cast(EngineAdapter, adapter).move if case.engine else adapter.step
+    def call_adapter(method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of the adapter; note its error."""
         try:
-            return call(model, rows, case)
+            return method(*arguments)
         except Exception as error:
             errors_of_adapter.append(error)
             raise
 
+    def step(model: Any, rows: list[Row]) -> Any:
+        """Let the adapter train, by `move` in a case of an engine."""
+        method = cast(EngineAdapter, adapter).move if case.engine else adapter.step
+        return call_adapter(method, model, rows, case)
+
     def train(model: Any, rows: list[Row], reference: Any) -> Any:
-        """Let the adapter prepare the rows and train; note its error."""
-        try:
-            return cast(TrainingAdapter, adapter).train(model, rows, case, reference)
-        except Exception as error:
-            errors_of_adapter.append(error)
-            raise
+        """Let the adapter prepare the rows and train."""
+        method = cast(TrainingAdapter, adapter).train
+        return call_adapter(method, model, rows, case, reference)
 
     try:
         if case.advantages:
@@ -325,36 +326,65 @@ def _train_and_compare(
     model = make_model(case)
     rows = make_rows(case, model, seed)
     check_arguments = _check_arguments(case, scale, explain)
+    if case.ranks == 1 and case.updates == 1:
+        return _compare_one_gradient(step, case, model, rows, check_arguments)
     if case.ranks > 1:
-        return check_recorded(
-            _record_on_this_rank(step, case, model, rows),
-            [rows],
-            case.objective,
-            without=CASE_AXES,
-            **check_arguments,
-        )
-    if case.updates == 1:
+        recorded = _record_on_this_rank(step, case, model, rows)
+        rows_of_steps = [rows]
+    else:
+        recorded = _record_updates(step, case, model, rows)
+        rows_of_steps = rows_of_updates(recorded.steps, rows)
+    return check_recorded(
+        recorded,
+        rows_of_steps,
+        case.objective,
+        without=CASE_AXES,
+        **check_arguments,
+    )
 
-        def one_gradient(model: Any, rows: list[Row]) -> Any:
-            """Run the adapter's step, and return its one gradient; InputError where it
-            recorded several.
-            """
-            result = step(model, rows)
-            if not isinstance(result, Recorded):
-                return result
-            if len(result.steps) != 1:
-                raise InputError(_step_count_words(len(result.steps), 1))
-            return result.steps[0].gradients
 
-        return check_step(
-            one_gradient,
-            model,
-            case.objective,
-            rows=rows,
-            without=CASE_AXES,
-            perturb_weights=False,
-            **check_arguments,
-        )
+def _compare_one_gradient(
+    step: Callable[[Any, list[Row]], Any],
+    case: Case,
+    model: Any,
+    rows: list[Row],
+    check_arguments: dict[str, Any],
+) -> StepReport:
+    """Let the step train once, and compare its gradient; the case has one process and
+    one optimizer step.
+    """
+
+    def one_gradient(model: Any, rows: list[Row]) -> Any:
+        """Run the adapter's step, and return its one gradient; InputError where it
+        recorded several.
+        """
+        result = step(model, rows)
+        if not isinstance(result, Recorded):
+            return result
+        if len(result.steps) != 1:
+            raise InputError(_step_count_words(len(result.steps), 1))
+        return result.steps[0].gradients
+
+    return check_step(
+        one_gradient,
+        model,
+        case.objective,
+        rows=rows,
+        without=CASE_AXES,
+        perturb_weights=False,
+        **check_arguments,
+    )
+
+
+def _record_updates(
+    step: Callable[[Any, list[Row]], Any], case: Case, model: Any, rows: list[Row]
+) -> Recorded:
+    """Let the step train, and return its optimizer steps: those that the adapter
+    recorded itself, or else those of torch's optimizers.
+
+    Raises:
+        InputError: there is another number of steps than the case has.
+    """
     reference = TorchModel(model)
     steps: list[Step] = []
     with watched(model, steps, case.updates + 1, by_pass=True):
@@ -362,13 +392,7 @@ def _train_and_compare(
     recorded = result if isinstance(result, Recorded) else Recorded(reference, steps)
     if len(recorded.steps) != case.updates:
         raise InputError(_step_count_words(len(recorded.steps), case.updates))
-    return check_recorded(
-        recorded,
-        rows_of_updates(recorded.steps, rows),
-        case.objective,
-        without=CASE_AXES,
-        **check_arguments,
-    )
+    return recorded
 
 
 def _check_arguments(case: Case, scale: float, explain: bool) -> dict[str, Any]:
@@ -445,9 +469,10 @@ def _train_and_compare_all(
         result = train(model, copy.deepcopy(samples), reference_model)
     if isinstance(result, Recorded):
         recorded = result
+    elif case.reference == "adapter":
+        recorded = Recorded(_adapted(model), steps)
     else:
-        adds_adapters = case.reference == "adapter"
-        recorded = Recorded(_adapted(model) if adds_adapters else before, steps)
+        recorded = Recorded(before, steps)
     if len(recorded.steps) != case.steps:
         raise InputError(_step_count_words(len(recorded.steps), case.steps))
     reference = before if reference_model is None else TorchModel(reference_model)

@@ -42,28 +42,50 @@ def numbers_of_updates(
     rows_of_steps = [step.rows(rows) for step in steps]
     if not any(rows_of_steps):
         # the model was not fed token ids: the first step has the first rows
-        return [
-            [i % len(rows) for i in range(n * size, (n + 1) * size)]
-            for n in range(len(steps))
-        ]
+        return _numbers_in_order(len(steps), size, len(rows))
     number_of = {id(row): i for i, row in enumerate(rows)}
     numbers = [[number_of[id(row)] for row in step_rows] for step_rows in rows_of_steps]
-    times = [sum(step.count(i) for step in numbers) for i in range(len(rows))]
-    fewer, more = ("no optimizer step", "more than one optimizer step")
-    if passes > 1:
-        fewer = f"fewer than {passes} optimizer steps"
-        more = f"more than {passes} optimizer steps"
-    for words, wrong in (
-        (fewer, [i for i, count in enumerate(times) if count < passes]),
-        (more, [i for i, count in enumerate(times) if count > passes]),
-    ):
-        if wrong:
-            responses = ", ".join(map(str, wrong))
-            raise UntrainedRowsError(
-                f"{words} of the generation batch trains on responses {responses}"
-            )
+    _refuse_wrong_counts(numbers, len(rows), passes)
     if any(len(step) != size for step in numbers):
         raise UntrainedRowsError(
             f"the optimizer steps have {[len(step) for step in numbers]} responses, not {size} each"
         )
     return numbers
+
+
+def _numbers_in_order(steps: int, size: int, rows: int) -> list[list[int]]:
+    """Return the numbers of rows of steps that train on the rows in their order, `size`
+    rows each; behind the last row, the first one follows.
+    """
+    numbers = []
+    for step in range(steps):
+        first = step * size
+        numbers.append([i % rows for i in range(first, first + size)])
+    return numbers
+
+
+def _refuse_wrong_counts(numbers: list[list[int]], rows: int, passes: int) -> None:
+    """Raise UntrainedRowsError where a row trains less or more often than `passes`
+    times.
+
+    Args:
+        numbers: of each step: the numbers of the rows that it trained on.
+        rows: how many rows there are.
+        passes: how often each should train.
+    """
+    trained = [i for step in numbers for i in step]
+    counts = [trained.count(i) for i in range(rows)]
+    too_rare = [i for i, count in enumerate(counts) if count < passes]
+    too_often = [i for i, count in enumerate(counts) if count > passes]
+    if passes > 1:
+        fewer = f"fewer than {passes} optimizer steps"
+        more = f"more than {passes} optimizer steps"
+    else:
+        fewer = "no optimizer step"
+        more = "more than one optimizer step"
+    for words, wrong in ((fewer, too_rare), (more, too_often)):
+        if wrong:
+            responses = ", ".join(map(str, wrong))
+            raise UntrainedRowsError(
+                f"{words} of the generation batch trains on responses {responses}"
+            )

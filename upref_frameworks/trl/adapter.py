@@ -414,14 +414,19 @@ def pad(lists: list[Any], value: float, side: str = "right") -> torch.Tensor:
 
 @contextlib.contextmanager
 def mute() -> Iterator[None]:
-    """Run without warnings, logged warnings and output."""
+    """Run without warnings, logged warnings and output; afterwards, also where the body
+    raises, the level below which logging is disabled is what it was.
+    """
+    level_before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     silent = io.StringIO()
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(silent),
-        contextlib.redirect_stderr(silent),
-    ):
-        warnings.simplefilter("ignore")
-        yield
-    logging.disable(logging.NOTSET)
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(silent),
+            contextlib.redirect_stderr(silent),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level_before)
