@@ -83,8 +83,11 @@ def settle_objective(
     wrong = [s for s in steps if s.has_other_gradient]
     if not wrong:
         return list(steps)
-    in_all = set(wrong[0].same_gradient).intersection(*(s.same_gradient for s in wrong))
-    shared = [pair for pair in wrong[0].same_gradient if pair in in_all]
+    shared = [
+        pair
+        for pair in wrong[0].same_gradient
+        if all(pair in step.same_gradient for step in wrong)
+    ]
     if not shared or any(_has_no_ratio(name) for _, name in shared):
         return list(steps)
     used = {k: v for k, v in objective.resolve(hp).items() if v is not None}
@@ -94,7 +97,12 @@ def settle_objective(
         "settings": f" at {settings}" if settings else "",
         "found": _sums_in_words(shared),
     }
-    return [_with_failure(s, numbers) if s.has_other_gradient else s for s in steps]
+    settled = []
+    for step in steps:
+        if step.has_other_gradient:
+            step = _with_failure(step, numbers)
+        settled.append(step)
+    return settled
 
 
 def _has_no_ratio(name: str) -> bool:

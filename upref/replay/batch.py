@@ -79,18 +79,36 @@ def make_batch(columns: Mapping[str, Any], *, file: str, **facts: Any) -> Record
         raise InputError(f"{file}: mask is false everywhere, so no token trains.")
     for name, value in tensors.items():
         if name != "mask":
-            expected = shape[:1] if name in RESPONSE_COLUMNS else shape
-            if name == "version" and value.ndim == 2:  # of each token
-                expected = shape
-            if name == "adv" and tuple(value.shape) in (shape[:1], (shape[0], 1)):
-                value = value.reshape(-1, 1).expand(shape)
-            if tuple(value.shape) != expected:
-                raise InputError(
-                    f"{file}: {name} has shape {list(value.shape)}, expected {list(expected)}."
-                )
-            made[name] = _column(name, value, mask, file)
+            shaped = _fit_to_mask(name, value, shape, file)
+            made[name] = _column(name, shaped, mask, file)
     _check_counts(facts.get("logged", {}), file)
     return RecordedBatch(**made, file=file, **facts)
+
+
+def _fit_to_mask(name: str, value: Tensor, shape: tuple[int, ...], file: str) -> Tensor:
+    """Return a column as it is, but advantages of responses as those of their tokens.
+
+    Args:
+        name: of the column.
+        value: [B, T], or [B] for a column of responses; advantages also [B] or [B, 1].
+        shape: of the mask, (B, T).
+        file: for messages.
+
+    Raises:
+        InputError: the column has another shape.
+    """
+    responses, _ = shape
+    is_of_responses = name in RESPONSE_COLUMNS
+    if name == "version" and value.ndim == 2:  # the version of each token
+        is_of_responses = False
+    expected = (responses,) if is_of_responses else shape
+    if name == "adv" and tuple(value.shape) in ((responses,), (responses, 1)):
+        value = value.reshape(-1, 1).expand(shape)
+    if tuple(value.shape) != expected:
+        raise InputError(
+            f"{file}: {name} has shape {list(value.shape)}, expected {list(expected)}."
+        )
+    return value
 
 
 def _check_counts(logged: Mapping[str, float], file: str) -> None:
@@ -128,23 +146,24 @@ def merge(parts: Sequence[RecordedBatch]) -> RecordedBatch:
         return parts[0]
     width = max(part.mask.shape[1] for part in parts)
     held = {name for part in parts for name in part.recorded}
-    lacking = {
-        name: part.file
-        for name in COLUMNS
-        for part in reversed(parts)
-        if name in held and getattr(part, name) is None
-    }
-    shared = [name for name in COLUMNS if name in held and name not in lacking]
-    columns = {name: _join_column(name, parts, width) for name in shared}
+    lacking: dict[str, str] = {}  # column -> the first file that lacks it
+    columns: dict[str, Tensor] = {}
+    for name in COLUMNS:
+        if name not in held:
+            continue
+        files = [part.file for part in parts if getattr(part, name) is None]
+        if files:
+            lacking[name] = files[0]
+        else:
+            columns[name] = _join_column(name, parts, width)
     if columns["mask"].numel() > MOST_SLOTS:
         raise InputError(
             f"step {parts[0].step} has more than {MOST_SLOTS:,} slots over {len(parts)} files: cut it."
         )
     if "rank" not in columns:
-        columns["rank"] = torch.cat(
-            [torch.full((len(part.mask),), n) for n, part in enumerate(parts)]
-        )
-    logged = {key: value for part in parts for key, value in part.logged.items()}
+        ranks = [torch.full((len(part.mask),), n) for n, part in enumerate(parts)]
+        columns["rank"] = torch.cat(ranks)
+    logged = dict(parts[0].logged)
     if any(part.logged != parts[0].logged for part in parts):
         # each file has its own loss: their sum is not known to be the step's
         logged = {}
@@ -178,10 +197,9 @@ def _join_column(name: str, parts: Sequence[RecordedBatch], width: int) -> Tenso
         # each file numbers its own from 0: a million for each keeps them apart
         pieces = [piece + 1_000_000 * number for number, piece in enumerate(pieces)]
     if name == "version" and any(piece.ndim == 2 for piece in pieces):
-        pieces = [
-            piece if piece.ndim == 2 else piece[:, None].expand_as(part.mask)
-            for part, piece in zip(parts, pieces, strict=True)
-        ]
+        for number, (part, piece) in enumerate(zip(parts, pieces, strict=True)):
+            if piece.ndim == 1:
+                pieces[number] = piece[:, None].expand_as(part.mask)
     if name not in RESPONSE_COLUMNS or pieces[0].ndim == 2:
         pieces = [
             torch.nn.functional.pad(piece, (0, width - piece.shape[1]))
@@ -196,17 +214,16 @@ def _words_for_two_that_differ(parts: Sequence[RecordedBatch]) -> str:
     """
     first = parts[0]
     second = next(part for part in parts if part.logged != first.logged)
-    names = [
-        name
-        for name in dict.fromkeys([*first.logged, *second.logged])
-        if first.logged.get(name) != second.logged.get(name)
-    ]
+    all_names = dict.fromkeys([*first.logged, *second.logged])
+    names = [n for n in all_names if first.logged.get(n) != second.logged.get(n)]
     words = []
     for part in (first, second):
-        numbers = [
-            f"{name} {part.logged[name]:.6g}" if name in part.logged else f"no {name}"
-            for name in names
-        ]
+        numbers = []
+        for name in names:
+            if name in part.logged:
+                numbers.append(f"{name} {part.logged[name]:.6g}")
+            else:
+                numbers.append(f"no {name}")
         words.append(f"{', '.join(numbers)} in {part.file}")
     return " and ".join(words)
 
@@ -223,12 +240,14 @@ def _check_repeated(parts: Sequence[RecordedBatch]) -> None:
             int(part.ids.sum()),
             int((part.ids * part.mask).sum()),
         )
-        twin = seen.setdefault(key, part.file)
-        if twin != part.file and _has_same_responses(
-            part, next(p for p in parts if p.file == twin)
-        ):
+        first_file = seen.setdefault(key, part.file)
+        if first_file == part.file:
+            continue
+        # equal sums are no proof: two files may differ in their ids
+        twin = next(p for p in parts if p.file == first_file)
+        if _has_same_responses(part, twin):
             raise InputError(
-                f"{part.file} holds the same responses as {twin}: give one of them."
+                f"{part.file} holds the same responses as {first_file}: give one of them."
             )
 
 
@@ -236,14 +255,28 @@ def _check_one_run(parts: Sequence[RecordedBatch]) -> None:
     """Raise InputError where files of one step are of two runs: of two frameworks, under
     one name in two folders, or with more responses than each says that the step has.
     """
+    _refuse_two_frameworks(parts)
+    _refuse_two_folders(parts)
+    _refuse_too_many_responses(parts)
+
+
+def _refuse_two_frameworks(parts: Sequence[RecordedBatch]) -> None:
+    """Raise InputError where a file names another framework than the first one."""
     first = parts[0]
+    framework = first.meta.get("framework")
     for part in parts[1:]:
-        frameworks = [p.meta.get("framework") for p in (first, part)]
-        if None not in frameworks and frameworks[0] != frameworks[1]:
+        other = part.meta.get("framework")
+        if None not in (framework, other) and framework != other:
             raise InputError(
-                f"step {first.step} is in {first.file} of {frameworks[0]} and in {part.file} of "
-                f"{frameworks[1]}: give the files of one run."
+                f"step {first.step} is in {first.file} of {framework} and in {part.file} of "
+                f"{other}: give the files of one run."
             )
+
+
+def _refuse_two_folders(parts: Sequence[RecordedBatch]) -> None:
+    """Raise InputError where files of one name are in two folders, unless they are of
+    two ranks.
+    """
     files: dict[str, RecordedBatch] = {}
     for part in parts:
         twin = files.setdefault(Path(part.file).name, part)
@@ -259,11 +292,18 @@ def _check_one_run(parts: Sequence[RecordedBatch]) -> None:
                 f"step {part.step} of the same rank is in {twin.file} and in {part.file}, with "
                 "other responses: give the files of one run."
             )
+
+
+def _refuse_too_many_responses(parts: Sequence[RecordedBatch]) -> None:
+    """Raise InputError where all files state one number of responses of the step, and
+    together hold more than MOST_ABOVE times as many.
+    """
+    # NaN where a file states none: no comparison with it is true
     stated = {part.logged.get("responses", math.nan) for part in parts}
     there = sum(len(part.mask) for part in parts)
     if len(stated) == 1 and there > MOST_ABOVE * max(stated):
         raise InputError(
-            f"the {len(parts)} files of step {first.step} hold {there} responses, and each of them says that the step "
+            f"the {len(parts)} files of step {parts[0].step} hold {there} responses, and each of them says that the step "
             f"has {max(stated):g}: they are of several runs. Give the files of one run."
         )
 
@@ -413,7 +453,9 @@ def _whole_numbers(name: str, value: Tensor, mask: Tensor, file: str) -> Tensor:
         if not bool(is_whole.all()):
             raise InputError(f"{file}: {name} must hold whole numbers, up to 2^53.")
     value = value.long()
-    bad = mask & (value < 0) if name == "ids" else torch.zeros_like(mask)
+    if name != "ids":
+        return value
+    bad = mask & (value < 0)
     if bad.any():
         row, token = bad.nonzero()[0].tolist()
         raise InputError(
@@ -449,7 +491,10 @@ def _floats_of_tokens(name: str, value: Tensor, mask: Tensor, file: str) -> Tens
     value = value.double()
     if bool((value.isfinite() & (value.abs() > LARGEST) & mask).any()):
         raise InputError(f"{file}: {name} holds numbers beyond those of float32.")
-    bad = mask & (value == torch.inf if name == "sampler" else ~value.isfinite())
+    if name == "sampler":
+        bad = mask & (value == torch.inf)
+    else:
+        bad = mask & ~value.isfinite()
     if bad.any():
         row, token = bad.nonzero()[0].tolist()
         raise InputError(
@@ -460,8 +505,9 @@ def _floats_of_tokens(name: str, value: Tensor, mask: Tensor, file: str) -> Tens
     # the check of the gap judges the sampler's column
     if name in LOG_PROBS and name != "sampler":
         value = torch.where((value > 0) & (value <= ROUNDING), 0.0, value)
-        if bool((mask & (value > 0)).any()):
-            row, token = (mask & (value > 0)).nonzero()[0].tolist()
+        is_above_one = mask & (value > 0)  # as a probability
+        if bool(is_above_one.any()):
+            row, token = is_above_one.nonzero()[0].tolist()
             raise InputError(
                 f"{file}: {name} is {value[row, token].item():.4g} > 0 at response {row}, token {token}: "
                 "log-probabilities are never positive; are these probabilities or losses?"

@@ -120,6 +120,50 @@ def loss(
     """
     expect_batch(batch, "the check of the loss")
     resolved = objective_as_run(objective, hp)
+    logged = _number_to_check(batch, logged)
+    step = terms_of(batch, resolved, hp)
+    gradient = None if batch.grad is None else normalizer(batch, resolved, **hp)
+    comparison = _LoggedNumber.of(batch, step, logged, digits)
+    findings: list[ReplayFinding] = []
+    if batch.now is None:
+        findings.append(note("loss", "needs_now"))
+    found, number_findings = _judge_number(batch, comparison, gradient)
+    findings += number_findings
+    fits = [*comparison.accepted]
+    fits += [name for name, _ in comparison.others]
+    fits += [_multiple_name(factor) for factor in comparison.multiples]
+    # the terms whose loss the number is; the objective's where it is another sum's
+    exercised = dict(_objective_steps(batch, step)).get(found, step)
+    judged = LoggedLoss(
+        objective=resolved.name,
+        logged=logged,
+        value=comparison.value,
+        expected=comparison.expected,
+        found=found,
+        divisor=comparison.divisor,
+        fits=tuple(fits),
+        unused=tuple(_unused_hyperparameters(exercised)),
+        findings=tuple(findings),
+    )
+    if gradient is None:
+        return judged
+    findings += [_without_accusation(f, found) for f in gradient.findings]
+    return replace(
+        judged,
+        gradient=gradient.found,
+        gradient_factor=gradient.factor,
+        gradient_tolerance=gradient.tolerance,
+        findings=tuple(findings),
+    )
+
+
+def _number_to_check(batch: RecordedBatch, logged: float | None) -> float:
+    """Return the logged loss that is given, or else that of the file.
+
+    Raises:
+        InputError: there is none, the files of the step have several, or it is not
+            finite.
+    """
     if logged is None:
         logged = batch.logged.get("loss")
     if logged is None and SEVERAL_LOSSES in batch.meta:
@@ -135,31 +179,7 @@ def loss(
         raise InputError(
             f"the loss that the run logged is {logged}: replay a step that has a number."
         )
-    step = terms_of(batch, resolved, hp)
-    gradient = None if batch.grad is None else normalizer(batch, resolved, **hp)
-    comparison = _LoggedNumber.of(batch, step, logged, digits)
-    findings = [] if batch.now is not None else [note("loss", "needs_now")]
-    found, number_findings = _judge_number(batch, comparison, gradient)
-    findings += number_findings
-    if gradient is not None:
-        findings += [_without_accusation(f, found) for f in gradient.findings]
-    # the terms whose loss the number is; the objective's where it is another sum's
-    exercised = dict(_objective_steps(batch, step)).get(found, step)
-    return LoggedLoss(
-        objective=resolved.name,
-        logged=logged,
-        value=comparison.value,
-        expected=comparison.expected,
-        found=found,
-        divisor=comparison.divisor,
-        fits=tuple(comparison.accepted + [name for name, _ in comparison.others])
-        + tuple(_multiple_name(f) for f in comparison.multiples),
-        gradient="" if gradient is None else gradient.found,
-        gradient_factor=None if gradient is None else gradient.factor,
-        gradient_tolerance=0.0 if gradient is None else gradient.tolerance,
-        unused=tuple(_unused_hyperparameters(exercised)),
-        findings=tuple(findings),
-    )
+    return logged
 
 
 @dataclass(frozen=True)
@@ -212,42 +232,31 @@ class _LoggedNumber:
         value = own_terms.loss()
         size = float(step.total(step.terms.abs()))
         tolerance = digits + ROUNDING * max(size, abs(value))
-        accepted = [
-            (name, loss_of_sum)
-            for name, counted in _objective_steps(batch, step)
-            if abs((loss_of_sum := counted.loss()) - logged) <= tolerance
-        ]
+        accepted: list[tuple[str, float]] = []
+        for name, counted in _objective_steps(batch, step):
+            loss_of_sum = counted.loss()
+            if abs(loss_of_sum - logged) <= tolerance:
+                accepted.append((name, loss_of_sum))
         if accepted:
             expected, value = accepted[0]
-        others = [
-            (name, loss_of_sum)
-            for name, loss_of_sum in _other_losses(batch, step)
-            if abs(loss_of_sum - logged) <= tolerance
-        ]
-        multiples = []
-        # a quotient of two numbers near 0 is any multiple
-        if min(abs(value), abs(logged)) > 100 * tolerance:
-            multiples = [
-                multiple
-                for multiple in (*USUAL_MULTIPLES, NEGATED)
-                if abs(logged - multiple * value) <= 2 * tolerance * abs(multiple)
-            ]
+        others: list[tuple[str, float]] = []
+        for name, loss_of_sum in _other_losses(batch, step):
+            if abs(loss_of_sum - logged) <= tolerance:
+                others.append((name, loss_of_sum))
         count, unit = own_terms.count
-        by_prompt = step.objective.agg == "group-token-mean"
-        names = [name for name, _ in accepted]
         return cls(
-            step.objective.name,
-            logged,
-            tolerance,
-            size,
-            expected,
-            value,
-            names,
-            others,
-            multiples,
-            count,
-            unit,
-            by_prompt,
+            objective=step.objective.name,
+            logged=logged,
+            tolerance=tolerance,
+            size=size,
+            expected=expected,
+            value=value,
+            accepted=[name for name, _ in accepted],
+            others=others,
+            multiples=_find_multiples(value, logged, tolerance),
+            count=count,
+            unit=unit,
+            by_prompt=step.objective.agg == "group-token-mean",
         )
 
     @property
@@ -287,6 +296,20 @@ class _LoggedNumber:
         }
 
 
+def _find_multiples(value: float, logged: float, tolerance: float) -> list[float]:
+    """Return those of USUAL_MULTIPLES, and NEGATED, by which `value` is the logged
+    number; [] where one of the two numbers is near 0.
+    """
+    # a quotient of two numbers near 0 is any multiple
+    if min(abs(value), abs(logged)) <= 100 * tolerance:
+        return []
+    found = []
+    for multiple in (*USUAL_MULTIPLES, NEGATED):
+        if abs(logged - multiple * value) <= 2 * tolerance * abs(multiple):
+            found.append(multiple)
+    return found
+
+
 def _judge_number(
     batch: RecordedBatch, number: _LoggedNumber, gradient: Normalizer | None
 ) -> tuple[str, list[ReplayFinding]]:
@@ -305,29 +328,21 @@ def _judge_number(
         if none; and at most one finding.
     """
     numbers = number.numbers
+    if number.accepted and not number.cancels:
+        return number.expected, []
     if number.accepted:
         # + 0.0 makes 0 of -0, which would be printed with its sign
-        uninformative = [note("loss", "uninformative", value=number.value + 0.0)]
-        return number.expected, uninformative if number.cancels else []
+        uninformative = note("loss", "uninformative", value=number.value + 0.0)
+        return number.expected, [uninformative]
     if batch.meta.get(EXTRA_TERMS):
         return "", [
             note("loss", "extra_terms", extra=batch.meta[EXTRA_TERMS], **numbers)
         ]
     is_precise = number.tolerance < LARGEST_TOLERANCE * number.size
     if is_precise and _number_may_fail(gradient):
-        noise = 10 * number.tolerance
-        other_sums = [
-            name for name, value in number.others if abs(value - number.value) > noise
-        ]
-        if other_sums:
-            numbers["found"] = join_names(other_sums)
-            if abs(number.logged) <= noise and not _gradient_fails_too(gradient):
-                return "", [note("loss", "logged_zero", **numbers)]
-            failure = ReplayFinding("loss", "failure", "other_sum", numbers)
-            return numbers["found"], [failure]
-        if number.multiples and NEGATED not in number.multiples:
-            numbers["factor"] = number.multiples[0]
-            return "", [ReplayFinding("loss", "failure", "multiple", numbers)]
+        found, finding = _find_other_sum(number, gradient)
+        if finding is not None:
+            return found, [finding]
     if is_precise and NEGATED in number.multiples:
         # where the recorded gradient has the right sign, the number alone is negated
         may_fail = _number_may_fail(gradient) or _is_gradient_negated(gradient)
@@ -336,6 +351,37 @@ def _judge_number(
     if number.cancels:
         return "", [note("loss", "beside_zero", **numbers)]
     return "", [_note_on_factor(number)]
+
+
+def _find_other_sum(
+    number: _LoggedNumber, gradient: Normalizer | None
+) -> tuple[str, ReplayFinding | None]:
+    """Find whether the logged loss is another sum of the terms, or else a usual
+    multiple.
+
+    Args:
+        number: the logged loss beside the sums of the objective's terms.
+        gradient: the verdict on the recorded gradient, if there is one.
+
+    Returns:
+        The names of the sums that it is, "" if none or if the logged loss is 0 and the
+        gradient does not fail too; and the finding, None where it is no such number.
+    """
+    numbers = number.numbers
+    noise = 10 * number.tolerance
+    other_sums = [
+        name for name, value in number.others if abs(value - number.value) > noise
+    ]
+    if other_sums:
+        numbers["found"] = join_names(other_sums)
+        if abs(number.logged) <= noise and not _gradient_fails_too(gradient):
+            return "", note("loss", "logged_zero", **numbers)
+        failure = ReplayFinding("loss", "failure", "other_sum", numbers)
+        return numbers["found"], failure
+    if number.multiples and NEGATED not in number.multiples:
+        numbers["factor"] = number.multiples[0]
+        return "", ReplayFinding("loss", "failure", "multiple", numbers)
+    return "", None
 
 
 def _note_on_factor(number: _LoggedNumber) -> ReplayFinding:

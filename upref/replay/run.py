@@ -72,14 +72,16 @@ def replay(
             or without an objective.
     """
     chosen = tuple(only)
-    if unknown := [check for check in chosen if check not in CHECKS]:
-        raise InputError(
-            f"there is no check {unknown[0]!r}: choose from {', '.join(CHECKS)}."
-        )
+    for check in chosen:
+        if check not in CHECKS:
+            raise InputError(
+                f"there is no check {check!r}: choose from {', '.join(CHECKS)}."
+            )
     settings = dict(hp or {})
-    o = objective_as_run(objective, settings) if objective else None
-    if o is not None:
-        o.resolve(settings)
+    o: Objective | None = None
+    if objective:
+        o = objective_as_run(objective, settings)
+        o.resolve(settings)  # refuses what is no hyperparameter of it
     compared_names = list(others)
     steps: list[StepChecks] = []
     gaps: list[StepGap] = []
@@ -90,13 +92,16 @@ def replay(
         if zero:
             checks = _with_zero_mismatch(checks, batch)
         steps.append(checks)
+        # -1 is below every gap and every mean of |log r|
         size = -1.0
         if checks.sampler is not None:
             gaps.append(measure_step(batch, position))
             size = gaps[-1].size
         widest.compare(batch, size)
-        has_table = "objectives" not in checks.not_run and _has_advantage(batch)
-        exercised.compare(batch, _mean_log_ratio(batch) if has_table else -1.0)
+        log_ratio = -1.0
+        if "objectives" not in checks.not_run and _has_advantage(batch):
+            log_ratio = _mean_log_ratio(batch)
+        exercised.compare(batch, log_ratio)
     if exercised.batch is None or widest.batch is None:
         raise InputError("there is no recorded batch: give at least one file.")
     if logged is not None and len(steps) > 1:
@@ -157,11 +162,15 @@ def _settle_losses(steps: list[StepChecks]) -> list[StepChecks]:
     """Return the steps with their checks of the loss as `settle` returns them: a
     failure that one step has alone becomes a note.
     """
-    steps_with_loss = [n for n, s in enumerate(steps) if s.loss is not None]
-    settled = settle([found for s in steps if (found := s.loss) is not None])
+    numbers = []
+    losses = []
+    for n, step in enumerate(steps):
+        if step.loss is not None:
+            numbers.append(n)
+            losses.append(step.loss)
     settled_steps = list(steps)
-    for n, found in zip(steps_with_loss, settled, strict=True):
-        settled_steps[n] = replace(steps[n], loss=found)
+    for n, settled in zip(numbers, settle(losses), strict=True):
+        settled_steps[n] = replace(steps[n], loss=settled)
     return settled_steps
 
 
@@ -193,12 +202,7 @@ def _check_step(
     results: dict[str, Any] = dict.fromkeys(CHECKS)
     not_run: dict[str, str] = {}
     to_run = [c for c in chosen if c in ("sampler", "advantages")]
-    has_loss = "loss" in batch.logged or SEVERAL_LOSSES in batch.meta
-    if "loss" in chosen and (logged is not None or (o is not None and has_loss)):
-        if o is None:
-            raise InputError(
-                "the check of the loss needs the objective that ran: --as NAME."
-            )
+    if "loss" in chosen and _can_check_loss(batch, o, logged):
         to_run.append("loss")
     check_functions = {
         "sampler": lambda: gap(batch),
@@ -230,6 +234,24 @@ def _check_step(
         same = sums_with_gradient(batch, o, registry.names(), hp)
         return replace(checks, same_gradient=same)
     return checks
+
+
+def _can_check_loss(
+    batch: RecordedBatch, o: Objective | None, logged: float | None
+) -> bool:
+    """Return whether a loss and the objective that ran are known; True as well where the
+    files of the step log several losses, so that the check of the loss says so.
+
+    Raises:
+        InputError: a loss is given, and no objective.
+    """
+    if logged is not None and o is None:
+        raise InputError(
+            "the check of the loss needs the objective that ran: --as NAME."
+        )
+    if logged is not None:
+        return True
+    return o is not None and ("loss" in batch.logged or SEVERAL_LOSSES in batch.meta)
 
 
 def _with_zero_mismatch(checks: StepChecks, batch: RecordedBatch) -> StepChecks:
@@ -264,16 +286,7 @@ def _make_table(
     """
     if "objectives" not in chosen or not _has_advantage(batch):
         return None, ()
-    names: list[str | Objective] = list(others)
-    if not names:
-        base = o if o is not None and o.sampler is None else None
-        names = list(OTHERS)
-        derived = []
-        if base is not None and base.name != "dapo" and not base.is_up:
-            derived.append("up")
-        if batch.sampler is not None and not batch.sampler.isnan().any():
-            derived += CORRECTIONS
-        names += [_derived(transform, base) for transform in derived]
+    names: list[str | Objective] = list(others) or _usual_others(batch, o)
     try:
         table = weights(batch, names, ran=o or "", **hp)
     except InputError:
@@ -282,6 +295,22 @@ def _make_table(
         return table, ()
     heaviest = heaviest_tokens(batch, table.rows[0], tokenizer=tokenizer)
     return table, tuple(heaviest)
+
+
+def _usual_others(batch: RecordedBatch, o: Objective | None) -> list[str | Objective]:
+    """Return OTHERS, UP of the objective that ran where it is another one than DAPO, and
+    its sampler corrections where the sampler is recorded. These are DAPO's where the
+    objective is not known or corrects for its sampler itself.
+    """
+    base = o
+    if o is not None and o.sampler is not None:
+        base = None
+    names: list[str | Objective] = list(OTHERS)
+    if base is not None and base.name != "dapo" and not base.is_up:
+        names.append(_derived("up", base))
+    if batch.sampler is not None and not batch.sampler.isnan().any():
+        names += [_derived(correction, base) for correction in CORRECTIONS]
+    return names
 
 
 def _derived(transform: str, base: Objective | None) -> str | Objective:
