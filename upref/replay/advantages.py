@@ -218,10 +218,11 @@ def _rests_of_prompts(
     size = max(map(len, rewards))
     rests = [own for own in rewards if len(own) < size]
     wholes = [own for own in rewards if len(own) == size]
-    some_differ = any(bool((own != own[0]).any()) for own in wholes)
-    all_equal = all(bool((own == own[0]).all()) for own in rests)
-    is_of_several = all(len(own) > 1 for own in rests)
-    if len(rests) < LEAST_RESTS or not (all_equal and some_differ and is_of_several):
+    if len(rests) < LEAST_RESTS or any(len(own) == 1 for own in rests):
+        return ()
+    rests_are_equal = all(bool((own == own[0]).all()) for own in rests)
+    some_wholes_differ = any(bool((own != own[0]).any()) for own in wholes)
+    if not (rests_are_equal and some_wholes_differ):
         return ()
     return (
         note(
@@ -423,28 +424,45 @@ def _undo_mistake(batch: RecordedBatch, A: Tensor) -> ReplayFinding | None:
         return None
     estimates = list(_estimates(batch))
     for name, estimated in estimates:
-        ways = [
-            words
-            for words, changed in _changes_of_place(estimated, batch.group)
-            if _is_same(changed[trains], A)
-        ]
-        is_negated = _is_same(-estimated[trains], A)
-        if is_negated and not ways:
-            return ReplayFinding(
-                "advantages", "failure", "negated_advantages", {"estimator": name}
-            )
-        if is_negated:
-            ways.append("with the other sign")
-        if ways:
-            numbers = {"estimator": name, "ways": join_names(ways)}
-            return ReplayFinding("advantages", "failure", "moved_advantages", numbers)
+        finding = _undo_place_or_sign(batch, A, name, estimated)
+        if finding is not None:
+            return finding
         for factor in USUAL_MULTIPLES:
             if _is_same(factor * estimated[trains], A):
                 return note(
                     "advantages", "multiple_advantages", estimator=name, factor=factor
                 )
-    estimates = [(name, estimated[trains]) for name, estimated in estimates]
-    return _undo_masking(A, estimates) or _undo_order(A, estimates)
+    of_trained = [(name, estimated[trains]) for name, estimated in estimates]
+    return _undo_masking(A, of_trained) or _undo_order(A, of_trained)
+
+
+def _undo_place_or_sign(
+    batch: RecordedBatch, A: Tensor, name: str, estimated: Tensor
+) -> ReplayFinding | None:
+    """Find whether the advantages are those that an estimator gives other rows, or have
+    the other sign; None where neither is so.
+
+    Args:
+        batch: the recorded step.
+        A: the advantages of the responses that train.
+        name: of the estimator.
+        estimated: what it gives all responses, [B].
+    """
+    trains = batch.mask.any(1)
+    ways = []
+    for words, changed in _changes_of_place(estimated, batch.group):
+        if _is_same(changed[trains], A):
+            ways.append(words)
+    is_negated = _is_same(-estimated[trains], A)
+    if is_negated and not ways:
+        numbers = {"estimator": name}
+        return ReplayFinding("advantages", "failure", "negated_advantages", numbers)
+    if is_negated:
+        ways.append("with the other sign")
+    if ways:
+        numbers = {"estimator": name, "ways": join_names(ways)}
+        return ReplayFinding("advantages", "failure", "moved_advantages", numbers)
+    return None
 
 
 def _undo_masking(

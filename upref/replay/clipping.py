@@ -73,11 +73,13 @@ def clipping(
     r = exp(log_r)
     largest_number = torch.finfo(w.dtype).max
     # a ratio that overflows has the largest number in its place
-    overflows = ~w.isfinite() | (
-        (r == torch.finfo(r.dtype).max) & (w.abs() > largest_number**0.5 * A.abs())
-    )
+    is_saturated = r == torch.finfo(r.dtype).max
+    is_weight_of_ratio = w.abs() > largest_number**0.5 * A.abs()
+    overflows = ~w.isfinite() | (is_saturated & is_weight_of_ratio)
     trained_ratios = r[mask].double()
     absolute_weights = w.double().abs().masked_fill(overflows | ~mask, 0)
+    total_weight = absolute_weights.sum().clamp(min=torch.finfo(torch.float64).tiny)
+    is_above_high = is_positive & (r > 1.28)
     numbers = {
         "clip/pos_high": fraction(dead & (log_r >= 0), is_positive),
         "clip/pos_low": fraction(dead & (log_r < 0), is_positive),
@@ -86,8 +88,7 @@ def clipping(
         "alive": fraction(~dead & ~overflows, is_positive | is_negative),
         "overflow": fraction(overflows, mask),
         "above_high": fraction(r > 1.28, is_positive),
-        "mass_above_high": absolute_weights[is_positive & (r > 1.28)].sum()
-        / absolute_weights.sum().clamp(min=torch.finfo(torch.float64).tiny),
+        "mass_above_high": absolute_weights[is_above_high].sum() / total_weight,
         "ratio/mean": trained_ratios.mean(),
         "ratio/max": trained_ratios.max(),
         "ratio/min": trained_ratios.min(),

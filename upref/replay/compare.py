@@ -127,9 +127,13 @@ def weights(
     """
     expect_batch(batch, "the table of objectives")
     batch.rollouts()
-    objective_ran = objective_as_run(ran, {}) if ran else None
-    name_ran = objective_ran.name if objective_ran is not None else ""
-    objectives = [] if objective_ran is None else [objective_ran]
+    objective_ran: Objective | None = None
+    name_ran = ""
+    objectives: list[Objective] = []
+    if ran:
+        objective_ran = objective_as_run(ran, {})
+        name_ran = objective_ran.name
+        objectives.append(objective_ran)
     for given in names:
         other = objective_as_run(given, {})
         if other.name != name_ran:
@@ -140,7 +144,8 @@ def weights(
     for o in objectives:
         own_hp = {k: v for k, v in hp.items() if k in o.hyperparameters}
         try:
-            w = token_gradient(batch, o.aggregated(agg) if agg else o, own_hp)
+            aggregated = o.aggregated(agg) if agg else o
+            w = token_gradient(batch, aggregated, own_hp)
             clipped = clipping(o, batch, **own_hp)
         except InputError as e:
             skipped[o.name] = str(e)
@@ -200,12 +205,6 @@ def _objective_row(
     longest = lengths.argsort(descending=True, stable=True)[:number_longest]
     token_share_of_longest = float(lengths[longest].sum() / lengths.sum())
     squares = float((trained_weights**2).sum())
-    cosine = None
-    if ran is w:
-        cosine = 1.0
-    elif ran is not None:
-        norm = float(ran.norm() * w.norm())
-        cosine = float((ran * w).sum()) / norm if norm else 0.0
     return ObjectiveRow(
         name=name,
         dead_positive=float(fraction(w == 0, positive)),
@@ -215,9 +214,21 @@ def _objective_row(
         longest=float(absolute_weights[longest].sum()) / total / token_share_of_longest,
         clipping=clipped,
         turns=_share_by_turn(batch, absolute_weights, total),
-        cosine=cosine,
+        cosine=None if ran is None else _cosine(ran, w),
         gradient=w,
     )
+
+
+def _cosine(ran: Tensor, w: Tensor) -> float:
+    """Return the cosine of two tables of weights: 1 of a table with itself, 0 where one
+    of them is 0 everywhere.
+    """
+    if ran is w:
+        return 1.0
+    norm = float(ran.norm() * w.norm())
+    if not norm:
+        return 0.0
+    return float((ran * w).sum()) / norm
 
 
 def _share_by_turn(

@@ -13,9 +13,8 @@ import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -103,13 +102,14 @@ def _by_step(files: list[str | Path]) -> list[list[Source]]:
         InputError: there is no file, there are more than MOST_FILES, or one has no
             known format.
     """
-    paths: list[Path] = []
-    for path in map(Path, files):
-        paths += (
-            filter(_is_recorded, _batch_files_in(path)) if path.is_dir() else [path]
-        )
     if not files:
         raise InputError("there is no file to read: the list of files is empty.")
+    paths: list[Path] = []
+    for path in map(Path, files):
+        if path.is_dir():
+            paths += [p for p in _batch_files_in(path) if _is_recorded(p)]
+        else:
+            paths.append(path)
     if not paths:
         raise InputError(
             f"there is no recorded batch ({', '.join(_suffixes())}) in {files[0]}."
@@ -118,12 +118,15 @@ def _by_step(files: list[str | Path]) -> list[list[Source]]:
         raise InputError(
             f"these are {len(paths):,} files: give at most {MOST_FILES:,}."
         )
-    sources = [_identify_format(path) for path in paths]
-    numbered = sorted(
-        (s for s in sources if s.step is not None), key=lambda s: s.step or 0
-    )
-    steps = [list(group) for _, group in groupby(numbered, key=lambda s: s.step)]
-    return steps + [[source] for source in sources if source.step is None]
+    with_number: dict[int, list[Source]] = {}
+    without_number: list[list[Source]] = []
+    for path in paths:
+        source = _identify_format(path)
+        if source.step is None:
+            without_number.append([source])
+        else:
+            with_number.setdefault(source.step, []).append(source)
+    return [with_number[step] for step in sorted(with_number)] + without_number
 
 
 def other_files(files: Iterable[str | Path]) -> list[Path]:
@@ -238,35 +241,56 @@ def _refuse_npz_headers(path: Path) -> None:
                 raise InputError(
                     f"{path}: {name!r} is no column of docs/dump.md; leave it out, or put it into meta."
                 )
-            with archive.open(entry) as file:
-                version = np.lib.format.read_magic(file)
-                if version == (1, 0):
-                    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-                elif version == (2, 0):
-                    shape, _, dtype = np.lib.format.read_array_header_2_0(file)
-                else:
-                    raise InputError(
-                        f"{path}: {name} has the array format {version}: write it with numpy.savez."
-                    )
-                header = file.tell()
-            if dtype.hasobject:
+            header = _read_npy_header(archive, entry, path)
+            if header.dtype.hasobject:
                 raise InputError(
                     f"{path}: {name} holds Python objects, a pickle that may run code: write numbers."
                 )
-            announced = math.prod(shape) * dtype.itemsize
+            count = math.prod(header.shape)
+            announced = count * header.dtype.itemsize
             total += announced
             if total > MOST_BYTES:
                 raise InputError(
                     f"{path} announces {total / 2**30:,.1f} GiB, more than {MOST_BYTES >> 30} GiB: split it."
                 )
-            if math.prod(shape) > MOST_SLOTS:
+            if count > MOST_SLOTS:
                 raise InputError(
-                    f"{path}: {name} announces {math.prod(shape):,} numbers, more than {MOST_SLOTS:,}: split the step."
+                    f"{path}: {name} announces {count:,} numbers, more than {MOST_SLOTS:,}: split the step."
                 )
-            if announced != entry.file_size - header:
+            if announced != entry.file_size - header.size:
                 raise InputError(
                     f"{path} is damaged: {name} announces {announced:,} bytes and holds another number."
                 )
+
+
+class _NpyHeader(NamedTuple):
+    """What an array of an archive announces."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    size: int  # bytes of the header itself
+
+
+def _read_npy_header(
+    archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path
+) -> _NpyHeader:
+    """Read the header of an array, and nothing behind it.
+
+    Raises:
+        InputError: it has an unknown version of the format.
+    """
+    with archive.open(entry) as file:
+        version = np.lib.format.read_magic(file)
+        if version == (1, 0):
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        elif version == (2, 0):
+            shape, _, dtype = np.lib.format.read_array_header_2_0(file)
+        else:
+            name = entry.filename.removesuffix(".npy")
+            raise InputError(
+                f"{path}: {name} has the array format {version}: write it with numpy.savez."
+            )
+        return _NpyHeader(shape, dtype, file.tell())
 
 
 def _npz_has_schema(path: Path) -> bool:
@@ -343,14 +367,18 @@ def _parse_facts(written: dict[str, str], path: Path) -> dict[str, Any]:
         raise InputError(
             f"{path} has the schema version {schema or 'none'!r}; this upref reads {SCHEMA}."
         )
-    logged, meta = (_json_object(name, written, path) for name in ("logged", "meta"))
+    logged = _json_object("logged", written, path)
+    meta = _json_object("meta", written, path)
     for name, number in logged.items():
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise InputError(f"{path}: {name} under logged must be a number.")
         if abs(number) > LARGEST:
             raise InputError(f"{path}: {name} under logged is beyond float32.")
+    step = None
+    if "step" in written:
+        step = _step_number(written["step"], path)
     return {
-        "step": _step_number(written["step"], path) if "step" in written else None,
+        "step": step,
         "logged": {name: float(number) for name, number in logged.items()},
         "meta": {name: str(text) for name, text in meta.items()},
     }

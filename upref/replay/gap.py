@@ -378,20 +378,16 @@ def _report_signatures(
         if has_unexplained_gap:
             add_finding("note", "two_policies", **policy_numbers)
         return
-    signature = _find_signature(trainer, sampled)
     is_first = first_draws[columns.mask]
-    if signature and _find_signature(trainer[is_first], sampled[is_first]) != signature:
-        # It depends on the copies of draws from one context, whose number is no
-        # evidence.
-        signature = ""
-    lacks_mass = all(
-        _lacks_mass(d, least=LEAST_MASS_OFF) for d in (log_rho, log_rho[is_first])
+    signature = _find_signature_without_copies(trainer, sampled, is_first)
+    lacks_mass = _lacks_mass(log_rho, least=LEAST_MASS_OFF) and _lacks_mass(
+        log_rho[is_first], least=LEAST_MASS_OFF
     )
-    bfloat16_columns = [
-        name
-        for name, column in (("sampler", sampled), ("old", trainer))
-        if is_bfloat16(column)
-    ]
+    bfloat16_columns = []
+    if is_bfloat16(sampled):
+        bfloat16_columns.append("sampler")
+    if is_bfloat16(trainer):
+        bfloat16_columns.append("old")
     if signature:
         cause, numbers_of_cause = _cause_of_signature(signature, columns, numbers)
         add_finding("note", cause, **numbers_of_cause)
@@ -488,19 +484,39 @@ def _cause_of_stretch(log_rho: Tensor, mean: float) -> str:
     return "above_one" if _has_excess_mass(log_rho) else "some_temperature"
 
 
-def _find_signature(x: Tensor, y: Tensor) -> str:
-    """Return the signature of the differences of trainer x and sampler y, [N].
+def _find_signature_without_copies(
+    trainer: Tensor, sampled: Tensor, is_first: Tensor
+) -> str:
+    """Return the signature of the differences of two columns, [N]; "" where the first
+    draws from each context have another one. Then it depends on the copies of these
+    draws, whose number is no evidence.
+
+    Args:
+        trainer, sampled: log π_old and log μ.
+        is_first: whether a token is the first that was drawn from its context.
+    """
+    signature = _find_signature(trainer, sampled)
+    if signature and _find_signature(trainer[is_first], sampled[is_first]) != signature:
+        return ""
+    return signature
+
+
+def _find_signature(trainer: Tensor, sampled: Tensor) -> str:
+    """Return the signature of the differences d = log ρ of two columns, [N].
+
+    Args:
+        trainer, sampled: log π_old and log μ.
 
     Returns:
         The first that applies: "stretched", "sampler above", "trainer above",
         "impossible mean" (E[d] > 0), "above one" (E[ρ] > 1); "" where none does, or
         where there are fewer than LEAST_RARE tokens.
     """
-    d = x - y
+    d = trainer - sampled
     if len(d) < LEAST_RARE:
         return ""
     mean = float(d.mean())
-    if float(d.abs().mean()) > ROUNDING_GAP and _is_stretched(x, y):
+    if float(d.abs().mean()) > ROUNDING_GAP and _is_stretched(trainer, sampled):
         return "stretched"
     side = _side_of_differences(d)
     if side < 0 and (_lacks_mass(d) or _is_rarely_above(d)):
@@ -509,7 +525,9 @@ def _find_signature(x: Tensor, y: Tensor) -> str:
         return "trainer above"
     if mean > LEAST_KL and mean > SIGNIFICANT * _standard_error(d):
         return "impossible mean"
-    return "above one" if _has_excess_mass(d) else ""
+    if _has_excess_mass(d):
+        return "above one"
+    return ""
 
 
 def _standard_error(d: Tensor) -> float:
@@ -552,19 +570,17 @@ def _side_of_differences(d: Tensor) -> int:
     there a tail of the other sign: a temperature has one, at rare tokens.
     """
     thresholds = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)  # nats
-    # of each threshold: tokens below it and above it
-    counts = [(int((d < -t).sum()), int((d > t).sum())) for t in thresholds]
     least_count = max(LEAST_TOKENS * ONE_SIDED, 0.05 * len(d))
-    # usual, rare: which of the two counts is of this side, and which of the other one
-    for side, (usual, rare) in ((-1, (0, 1)), (1, (1, 0))):
-        for position, count in enumerate(counts):
-            other_side = [
-                counts_beyond
-                for counts_beyond in counts[position:]
-                if counts_beyond[rare] >= LEAST_TOKENS
-                and ONE_SIDED * counts_beyond[rare] >= counts_beyond[usual]
-            ]
-            if count[usual] >= least_count and not other_side:
+    for side in (-1, 1):
+        # of each threshold: tokens beyond it on this side, and those on the other one
+        here = [int((side * d > t).sum()) for t in thresholds]
+        there = [int((side * d < -t).sum()) for t in thresholds]
+        has_tail = [
+            other >= LEAST_TOKENS and ONE_SIDED * other >= own
+            for own, other in zip(here, there, strict=True)
+        ]
+        for position, count in enumerate(here):
+            if count >= least_count and not any(has_tail[position:]):
                 return side
     return 0
 

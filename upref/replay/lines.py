@@ -43,12 +43,14 @@ def report_lines(found: RunChecks, verbose: bool) -> Iterator[str]:
         first, last = found.steps[0].step, found.steps[-1].step
         yield _fold(f"{len(found.steps)} steps, {first} to {last}. {heading(found)}.")
         yield from _run_lines(found, unused)
-    for s in found.steps if verbose or not is_run else ():
-        yield s.summary
-        yield from _step_lines(s, unused)
-    for s in found.steps if is_run else ():
-        if s.untold:
-            yield _fold(f"      step {s.step}: {s.untold}")
+    if verbose or not is_run:
+        for s in found.steps:
+            yield s.summary
+            yield from _step_lines(s, unused)
+    if is_run:
+        for s in found.steps:
+            if s.untold:
+                yield _fold(f"      step {s.step}: {s.untold}")
     for check, why in found.not_run.items():
         yield _fold(f"not run  {check}: {why}")
     if found.table is not None:
@@ -70,15 +72,23 @@ def heading(found: RunChecks) -> str:
         if named := _checks_with_steps(found, severity):
             parts.append(f"{words}: {'; '.join(named)}")
     if not found.failures:
-        other = [s.step for s in found.steps if s.has_other_gradient]
-        but = ""
-        if other:
-            where = f" {_where(found, other)}" if len(found.steps) > 1 else ""
-            but = f", but the recorded gradient is not {found.objective}'s as named{where}"
-        parts.insert(0, f"Nothing failed{but}")
+        parts.insert(0, f"Nothing failed{_words_for_other_gradient(found)}")
     if found.not_run:
         parts.append(f"not checked: {', '.join(found.not_run)}")
     return "; ".join(parts)
+
+
+def _words_for_other_gradient(found: RunChecks) -> str:
+    """Say that the recorded gradient is not the named objective's, and of a run at which
+    steps; "" where no step has such a gradient.
+    """
+    steps = [s.step for s in found.steps if s.has_other_gradient]
+    if not steps:
+        return ""
+    words = f", but the recorded gradient is not {found.objective}'s as named"
+    if len(found.steps) > 1:
+        words += f" {_where(found, steps)}"
+    return words
 
 
 def _checks_with_steps(found: RunChecks, severity: str) -> list[str]:
@@ -86,17 +96,15 @@ def _checks_with_steps(found: RunChecks, severity: str) -> list[str]:
     and of a run where: "loss at all 3 steps". "run" stands for the series and comes
     first.
     """
-    steps: dict[str, list[int]] = {}
+    steps_of_check: dict[str, list[int]] = {}
     for s in found.steps:
-        for check in dict.fromkeys(
-            f.check for f in s.findings if f.severity == severity
-        ):
-            steps.setdefault(check, []).append(s.step)
-    names = list(steps)
-    if len(found.steps) > 1:
-        names = [
-            f"{check} {_where(found, numbers)}" for check, numbers in steps.items()
-        ]
+        checks = [f.check for f in s.findings if f.severity == severity]
+        for check in dict.fromkeys(checks):  # a check may have several findings
+            steps_of_check.setdefault(check, []).append(s.step)
+    names = []
+    for check, numbers in steps_of_check.items():
+        where = f" {_where(found, numbers)}" if len(found.steps) > 1 else ""
+        names.append(check + where)
     of_run = found.series.findings if found.series is not None else ()
     if any(f.severity == severity for f in of_run):
         names.insert(0, "run")
@@ -185,13 +193,13 @@ def _size_lines(found: RunChecks) -> Iterator[str]:
         return
     sizes = [s.size for s in found.series.steps]
     largest = max(found.series.steps, key=lambda s: s.size)
-    has_findings = found.series.findings or any(
-        s.sampler is not None and s.sampler.findings for s in found.steps
-    )
-    word = "      run" if has_findings else "ok    run: no more than rounding"
     gaps = [s.sampler for s in found.steps if s.sampler is not None]
-    if not has_findings and max(gap.largest for gap in gaps) > NO_ROUNDING:
+    if found.series.findings or any(gap.findings for gap in gaps):
+        word = "      run"
+    elif max(gap.largest for gap in gaps) > NO_ROUNDING:
         word = "      run: rounding explains the means, and not the largest"
+    else:
+        word = "ok    run: no more than rounding"
     yield (
         f"{word}; KL(μ ‖ π_old) by capped k2 {sizes[0]:.2g} at first, {sizes[-1]:.2g} at last, "
         f"at most {largest.size:.2g} at step {largest.step}"
@@ -253,15 +261,15 @@ def _never_exercised(found: RunChecks) -> tuple[str, ...]:
     """Return the hyperparameters that no step whose loss is right exercises; () where
     no loss is right.
     """
-    losses = [
-        s.loss
-        for s in found.steps
-        if s.loss is not None and s.loss.found == s.loss.expected
-    ]
-    if not losses:
+    unused_in_steps = []
+    for s in found.steps:
+        if s.loss is not None and s.loss.found == s.loss.expected:
+            unused_in_steps.append(s.loss.unused)
+    if not unused_in_steps:
         return ()
+    in_first = unused_in_steps[0]
     return tuple(
-        name for name in losses[0].unused if all(name in loss.unused for loss in losses)
+        name for name in in_first if all(name in unused for unused in unused_in_steps)
     )
 
 
@@ -432,19 +440,22 @@ def _table_lines(table: ObjectiveWeights) -> Iterator[str]:
     has_cosine = any(row.cosine is not None for row in table.rows) and table.ran
     if table.ran in table.skipped:
         yield _fold(f"{table.ran} is left out: {table.skipped[table.ran]}")
-    yield (
-        f"{'what each would do':22} {'dead A>0':>9} {'dead A<0':>9} {'effective':>10} {'top 1 %':>8} {'longest':>8}"
-        + (f" {'cosine':>7}" if has_cosine else "")
-        + ("  by turn" if table.rows and table.rows[0].turns else "")
-    )
+    head = f"{'what each would do':22} {'dead A>0':>9} {'dead A<0':>9} {'effective':>10} {'top 1 %':>8} {'longest':>8}"
+    if has_cosine:
+        head += f" {'cosine':>7}"
+    if table.rows and table.rows[0].turns:
+        head += "  by turn"
+    yield head
     for row in table.rows:
-        turns = " ".join(f"{t}:{v:.0%}" for t, v in row.turns.items())
-        yield (
+        line = (
             f"{row.name[:22]:22} {row.dead_positive:>9.1%} {row.dead_negative:>9.1%} {row.effective:>10,.0f} "
             f"{row.heaviest:>8.1%} {row.longest:>8.2f}"
-            + (f" {row.cosine:>7.3f}" if has_cosine and row.cosine is not None else "")
-            + (f"  {turns}" if turns else "")
         )
+        if has_cosine and row.cosine is not None:
+            line += f" {row.cosine:>7.3f}"
+        if row.turns:
+            line += "  " + " ".join(f"{t}:{v:.0%}" for t, v in row.turns.items())
+        yield line
 
 
 def _heavy_lines(heaviest: tuple[HeavyToken, ...], name: str) -> Iterator[str]:

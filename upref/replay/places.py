@@ -3,7 +3,7 @@
 exchanged responses.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -47,54 +47,68 @@ def find_shift(c: Columns) -> Undone | None:
     is_wrong = is_long_enough & (distances > WRONG)
     if int(is_wrong.sum()) < FEW:
         return None
-    # responses explained, shift, the shifted columns, and which responses it explains
-    best: tuple[int, int, Columns, Tensor] | None = None
-    for shift in SHIFTS:
-        shifted = _shift(c, shift)
-        # A shift leaves out tokens at one end: the others must have been apart as well,
-        # in either column.
-        distance_unmoved, distance_of_moved = (
-            Columns(c.trainer, c.sampler, tokens).row_distance()
-            for tokens in (shifted.mask, _move_column(shifted.mask, -shift))
-        )
-        is_apart = (
-            is_wrong
-            & (distance_unmoved.minimum(distance_of_moved) > WRONG)
-            & (shifted.mask.sum(1) >= ROW_TOKENS // 2)
-        )
-        is_explained = is_apart & (
-            shifted.row_distance()
-            < MOST_LEFT * distance_unmoved.minimum(distance_of_moved)
-        )
-        count = int(is_explained.sum())
-        if best is None or count > best[0]:
-            best = (count, shift, shifted, is_explained)
-    if best is None or best[0] < max(
+    least_count = max(
         FEW, CHANGED_SHARE * len(distances), EXPLAINED * int(is_wrong.sum())
-    ):
+    )
+    best: _Shifted | None = None
+    for shift in SHIFTS:
+        tried = _try_shift(c, shift, is_wrong)
+        if best is None or tried.count > best.count:
+            best = tried
+    if best is None or best.count < least_count:
         return None
-    count, shift, shifted, is_explained = best
+    left = best.columns.row_distance()
+    is_explained = best.is_explained
     # where most wrong responses are shifted, the short ones are judged too
-    if count > 0.5 * int(is_wrong.sum()):
-        is_explained = is_explained | (shifted.row_distance() < distances)
+    if best.count > 0.5 * int(is_wrong.sum()):
+        is_explained = is_explained | (left < distances)
     pick = is_explained[:, None]
     undone = Columns(
         c.trainer,
-        torch.where(pick, shifted.sampler, c.sampler),
-        torch.where(pick, shifted.mask, c.mask),
+        torch.where(pick, best.columns.sampler, c.sampler),
+        torch.where(pick, best.columns.mask, c.mask),
     )
-    return Undone(
-        "shift",
-        undone,
-        float(distances[is_explained].mean()),
-        float(shifted.row_distance()[is_explained].mean()),
-        {
-            "shift": shift,
-            "rows": count,
-            "of": int(is_long_enough.sum()),
-            "long": words_for_long(c.mask, ROW_TOKENS),
-        },
-    )
+    numbers = {
+        "shift": best.shift,
+        "rows": best.count,
+        "of": int(is_long_enough.sum()),
+        "long": words_for_long(c.mask, ROW_TOKENS),
+    }
+    before = float(distances[is_explained].mean())
+    after = float(left[is_explained].mean())
+    return Undone("shift", undone, before, after, numbers)
+
+
+@dataclass(frozen=True)
+class _Shifted:
+    """The columns with the sampler's column moved by some tokens.
+
+    Attributes:
+        shift: by how many tokens: the number of slot t + shift goes to slot t.
+        columns: the moved columns, and the tokens that have a number.
+        is_explained: whether the shift explains the distance of a response, [B].
+        count: of these responses.
+    """
+
+    shift: int
+    columns: Columns
+    is_explained: Tensor
+    count: int
+
+
+def _try_shift(c: Columns, shift: int, is_wrong: Tensor) -> _Shifted:
+    """Move the sampler's column, and find which of the wrong responses this explains."""
+    moved = _shift(c, shift)
+    # A shift leaves out tokens at one end: the others must have been apart as well, in
+    # either column.
+    tokens_of_sampler = _move_column(moved.mask, -shift)
+    before = Columns(c.trainer, c.sampler, moved.mask).row_distance()
+    before_of_sampler = Columns(c.trainer, c.sampler, tokens_of_sampler).row_distance()
+    least_before = before.minimum(before_of_sampler)
+    keeps_enough = moved.mask.sum(1) >= ROW_TOKENS // 2
+    is_apart = is_wrong & (least_before > WRONG) & keeps_enough
+    is_explained = is_apart & (moved.row_distance() < MOST_LEFT * least_before)
+    return _Shifted(shift, moved, is_explained, int(is_explained.sum()))
 
 
 def find_alignment(c: Columns) -> Undone | None:
@@ -213,9 +227,9 @@ def find_exchanged_rows(c: Columns) -> Undone | None:
         is_elsewhere
         & (nearest.own_distance > WRONG)
         & (nearest.distance < MOST_LEFT * nearest.own_distance)
-        # clearly nearer than others, where there are others
-        & ((nearest.distance < 0.5 * nearest.third_distance) | (len(wrong_rows) < 3))
     )
+    if len(wrong_rows) >= 3:  # there are others, and it is clearly nearer
+        is_exchanged &= nearest.distance < 0.5 * nearest.third_distance
     # where most responses are off otherwise, two of them are alike by chance
     if int(is_exchanged.sum()) < max(2, EXPLAINED * len(wrong_rows)):
         return None

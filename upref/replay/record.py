@@ -229,11 +229,10 @@ def step_batch(
     if not micro_batches:
         raise InputError("the step has no micro-batch.")
     width = max(part["mask"].shape[1] for part in micro_batches)
-    shared = [
-        name for name in micro_batches[0] if all(name in part for part in micro_batches)
-    ]
     columns: dict[str, Tensor] = {}
-    for name in shared:
+    for name in micro_batches[0]:
+        if not all(name in part for part in micro_batches):
+            continue
         pieces = [part[name] for part in micro_batches]
         if name not in RESPONSE_COLUMNS:
             pieces = [pad(piece, (0, width - piece.shape[1])) for piece in pieces]
@@ -241,16 +240,14 @@ def step_batch(
     if "grad" in columns:
         columns["grad"] = columns["grad"].cpu().float() / gradient_scale
     sizes = [len(part["mask"]) for part in micro_batches]
-    columns["micro"] = torch.repeat_interleave(
-        torch.arange(len(sizes)), torch.tensor(sizes)
-    )
+    numbers = torch.arange(len(sizes))
+    columns["micro"] = torch.repeat_interleave(numbers, torch.tensor(sizes))
     columns["rank"] = torch.full((sum(sizes),), rank)
-    said = {
-        HINT + name: how for name, how in (hints or {}).items() if name not in columns
-    }
-    return make_batch(
-        columns, file=file, step=step, logged=dict(logged), meta=dict(meta) | said
-    )
+    facts = dict(meta)
+    for name, how in (hints or {}).items():
+        if name not in columns:
+            facts[HINT + name] = how
+    return make_batch(columns, file=file, step=step, logged=dict(logged), meta=facts)
 
 
 def hand_over(

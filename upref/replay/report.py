@@ -22,7 +22,9 @@ class Replay(RunChecks, Result):
         """Exit status: 0 nothing found, 1 a failure, 2 no failure, but a check could
         not run.
         """
-        return 1 if self.failures else 2 if self.not_run else 0
+        if self.failures:
+            return 1
+        return 2 if self.not_run else 0
 
     def data(self) -> dict[str, Any]:
         """Return the numbers and findings of the steps and of the run.

@@ -216,19 +216,19 @@ def _is_reference(steps: Sequence[StepGap]) -> bool:
     """
     # index of the first step with a gap
     away = next((n for n, s in enumerate(steps) if s.size > LEAST_SIZE), len(steps))
-    later = steps[max(1, away) :]
-    equal = [s.ref_size is not None and s.ref_size < 0.1 * s.size for s in later]
     # without a gap at first, the run must begin where the reference is still the
     # trainer
-    from_the_start = away == 0 or steps[0].step <= FIRST_STEPS
+    if away > 0 and steps[0].step > FIRST_STEPS:
+        return False
+    later = steps[max(1, away) :]
+    if len(later) < LEAST_STEPS - 1:
+        return False
+    for s in later:
+        is_at_reference = s.ref_size is not None and s.ref_size < 0.1 * s.size
+        if not is_at_reference:
+            return False
     sizes = [s.size for s in later]
-    return (
-        len(later) >= LEAST_STEPS - 1
-        and all(equal)
-        and from_the_start
-        and min(sizes) > LEAST_SIZE
-        and _rises(sizes)
-    )
+    return min(sizes) > LEAST_SIZE and _rises(sizes)
 
 
 def _grows(sizes: Sequence[float]) -> bool:
@@ -291,9 +291,11 @@ def _sizes_by_lag(steps: Sequence[StepGap]) -> dict[str, float] | None:
     lags = sorted(lag for lag, count in tokens.items() if count >= LEAST_TOKENS)
     if len(lags) < 2:
         return None
-    low, high = (sums[lag] / tokens[lag] for lag in (lags[0], lags[-1]))
+    least, most = lags[0], lags[-1]
+    low = sums[least] / tokens[least]
+    high = sums[most] / tokens[most]
     if high > GROWTH * low:
-        return {"least": lags[0], "most": lags[-1], "low": low, "high": high}
+        return {"least": least, "most": most, "low": low, "high": high}
     return None
 
 
@@ -318,16 +320,21 @@ def _growing_lag(steps: Sequence[StepGap]) -> int | None:
         return None
     lag, sizes_at_lag = max(sizes.items(), key=lambda item: len(item[1]))
     enough = len(sizes_at_lag) >= LEAST_STEPS - 1 and sizes_at_lag[-1] > LEAST_SIZE
-    return lag if enough and _rises(sizes_at_lag) else None
+    if enough and _rises(sizes_at_lag):
+        return lag
+    return None
 
 
 def _one_version(steps: Sequence[StepGap]) -> int | None:
     """Return the step of the weights that sampled everything; None where several did,
     or where the files of a step do not tell.
     """
-    versions = {s.step - lag for s in steps for lag in s.lags}
-    told = all(s.lags for s in steps)
-    return versions.pop() if told and len(versions) == 1 else None
+    versions: set[int] = set()
+    for s in steps:
+        if not s.lags:
+            return None
+        versions.update(s.step - lag for lag in s.lags)
+    return versions.pop() if len(versions) == 1 else None
 
 
 def ratio_one(batch: RecordedBatch) -> ReplayFinding | None:

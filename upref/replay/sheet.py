@@ -264,15 +264,18 @@ def _mark_findings(ax: Any, found: Replay) -> None:
         severities = {f.severity for f in s.findings}
         if not severities:
             continue
-        worst = "failure" if "failure" in severities else "note"
+        if "failure" in severities:
+            worst, color, linestyle = "failure", UP, "-"
+        else:
+            worst, color, linestyle = "note", GREY, ":"
+        # the legend has one entry for all lines of a kind
         label = None if worst in labelled else f"a {worst} at this step"
         labelled.add(worst)
-        is_failure = worst == "failure"
         ax.axvline(
             s.step,
-            color=UP if is_failure else GREY,
+            color=color,
             linewidth=1.2,
-            linestyle="-" if is_failure else ":",
+            linestyle=linestyle,
             label=label,
             zorder=0,
         )

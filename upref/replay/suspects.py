@@ -177,6 +177,8 @@ def find_evidence(batch: RecordedBatch, c: Columns, compared: Columns) -> Eviden
     bounded = d.clamp(-1, 1)  # so that one token does not outweigh a thousand
     is_far_below = d < -SIDES[0]
     share_above = float((d > ROUNDING).double().mean())
+    number_far_above = int((d > FAR).sum())
+    number_far_below = int((d < -FAR).sum())
     has_far_zeros = False
     if far.any():
         is_certain = c.trained(c.sampler) == 0
@@ -191,7 +193,7 @@ def find_evidence(batch: RecordedBatch, c: Columns, compared: Columns) -> Eviden
         small=bool(size.mean() < SMALL_GAP),
         one_sided=any(_is_one_sided(d, least) for least in SIDES),
         never_below=int(is_far_below.sum()) > LEAST_TOKENS and share_above < MOST_BELOW,
-        both_ways=int((d > FAR).sum()) > max(2, BOTH_WAYS * int((d < -FAR).sum())),
+        both_ways=number_far_above > max(2, BOTH_WAYS * number_far_below),
         certain=has_far_zeros,
         turns=_has_turns(batch),
         same_ids=batch.sampler_ids is not None,

@@ -111,29 +111,30 @@ def find_factor(c: Columns) -> Undone | None:
         The cause, "probabilities", "sign" or "factor", undone; None where none of the
         three explains their distance.
     """
-    x = c.trained(c.trainer)
-    y = c.trained(c.sampler)
+    trainer = c.trained(c.trainer)
+    sampled = c.trained(c.sampler)
     before = c.distance()
     if before < NOTICEABLE_DISTANCE:
         return None
-    if bool((y >= 0).all()) and bool((y <= 1).all()):
+    if bool((sampled >= 0).all()) and bool((sampled <= 1).all()):
         logarithms = torch.where(c.mask, c.sampler.clamp(min=1e-30).log(), 0.0)
         undone = replace(c, sampler=logarithms)
         if (after := undone.distance()) < MOST_LEFT * before:
             return Undone("probabilities", undone, before, after)
     # a quotient of numbers near 0 tells nothing
-    has_ratio = (x < -0.05) & (y.abs() > 1e-6)
+    has_ratio = (trainer < -0.05) & (sampled.abs() > 1e-6)
     if int(has_ratio.sum()) < LEAST_RATIOS:
         return None
-    factor = float((y[has_ratio] / x[has_ratio]).median())
+    factor = float((sampled[has_ratio] / trainer[has_ratio]).median())
     if factor == 0 or abs(factor - 1) < FACTOR_ROUNDING:
         return None
     cause = "factor"
     if abs(factor + 1) < FACTOR_ROUNDING:
-        cause, factor = "sign", -1.0  # the median is off by rounding
+        cause = "sign"
+        factor = -1.0  # the median is off by rounding
     undone = replace(c, sampler=c.sampler / factor)
     after = undone.distance()
-    if after < MOST_LEFT * before and _has_one_factor(x, y):
+    if after < MOST_LEFT * before and _has_one_factor(trainer, sampled):
         return Undone(cause, undone, before, after, {"factor": factor})
     return None
 
@@ -147,9 +148,8 @@ def _has_one_factor(x: Tensor, y: Tensor) -> bool:
     rare = x < -1.5  # below 0.22
     if min(int(likely.sum()), int(rare.sum())) < LEAST_RATIOS:
         return False
-    factor_of_likely, factor_of_rare = (
-        float((y[chosen] / x[chosen]).median()) for chosen in (likely, rare)
-    )
+    factor_of_likely = float((y[likely] / x[likely]).median())
+    factor_of_rare = float((y[rare] / x[rare]).median())
     return abs(factor_of_likely - factor_of_rare) < 0.05 * abs(factor_of_rare)
 
 
@@ -398,34 +398,45 @@ def find_floor(c: Columns) -> Undone | None:
         The cause, with the other column clamped at the same number; None where there is
         none. A ceiling above -0.001, where a token is certain, is none.
     """
-    for name, limited_column, other in (
-        ("sampler", c.sampler, c.trainer),
-        ("old", c.trainer, c.sampler),
-    ):
+    for name in ("sampler", "old"):
         for lowest in (True, False):
-            numbers_trained = c.trained(limited_column)
-            limit = float(numbers_trained.min() if lowest else numbers_trained.max())
-            has_limit = c.mask & (limited_column == limit)
-            if not lowest and limit > -1e-3:
-                continue
-            if not _is_limit(c, other, has_limit, limit, lowest):
-                continue
-            if lowest:
-                other_limited = other.clamp(min=limit)
-            else:
-                other_limited = other.clamp(max=limit)
-            if name == "sampler":
-                undone = Columns(other_limited, limited_column, c.mask)
-            else:
-                undone = Columns(limited_column, other_limited, c.mask)
-            numbers = {
-                "column": name,
-                "value": limit,
-                "tokens": int(has_limit.sum()),
-                "side": "floor" if lowest else "ceiling",
-            }
-            return Undone("floor", undone, c.distance(), undone.distance(), numbers)
+            undone = _undo_limit(c, name, lowest)
+            if undone is not None:
+                return undone
     return None
+
+
+def _undo_limit(c: Columns, name: str, lowest: bool) -> Undone | None:
+    """Find whether one column has a floor or a ceiling, and clamp the other one at it.
+
+    Args:
+        c: the columns of the trainer and the sampler.
+        name: of the column that may be limited: "sampler", or "old" for the trainer's.
+        lowest: whether to look for a floor; else for a ceiling.
+    """
+    if name == "sampler":
+        limited, other = c.sampler, c.trainer
+    else:
+        limited, other = c.trainer, c.sampler
+    trained = c.trained(limited)
+    limit = float(trained.min() if lowest else trained.max())
+    has_limit = c.mask & (limited == limit)
+    if not lowest and limit > -1e-3:
+        return None  # certain tokens are no ceiling
+    if not _is_limit(c, other, has_limit, limit, lowest):
+        return None
+    other_limited = other.clamp(min=limit) if lowest else other.clamp(max=limit)
+    if name == "sampler":
+        undone = Columns(other_limited, limited, c.mask)
+    else:
+        undone = Columns(limited, other_limited, c.mask)
+    numbers = {
+        "column": name,
+        "value": limit,
+        "tokens": int(has_limit.sum()),
+        "side": "floor" if lowest else "ceiling",
+    }
+    return Undone("floor", undone, c.distance(), undone.distance(), numbers)
 
 
 def _is_limit(

@@ -191,11 +191,9 @@ class Watch:
         self._tell(whole, tuple(found.notes))
         failures = found.failures
         if self.known:
-            failures += [
-                replace(f, severity="failure")
-                for f in found.notes
-                if f.cause in MULTIPLES
-            ]
+            for finding in found.notes:
+                if finding.cause in MULTIPLES:
+                    failures.append(replace(finding, severity="failure"))
         self.failures += bool(failures)
         if self.sink is not None and self.keep == "failed" and failures:
             self.sink(batch, group)
