@@ -136,18 +136,21 @@ def _by_loss(args: argparse.Namespace) -> list[argparse.Namespace]:
     """Return the parsed words for each loss of a check; of another verb, the words."""
     if args.command != "check":
         return [args]
-    return [
-        argparse.Namespace(**vars(args), loss=loss, above="\n" if number else "")
-        for number, loss in enumerate(args.losses)
-    ]
+    parts = []
+    above = ""  # an empty line stands between two reports
+    for loss in args.losses:
+        parts.append(argparse.Namespace(**vars(args), loss=loss, above=above))
+        above = "\n"
+    return parts
 
 
 def _check_apart(args: argparse.Namespace) -> int:
     """Check each loss in a child process of its own, and return the worst exit status.
     With --watch, do so again at each save, until Ctrl-C or until nobody reads.
     """
-    if (refused := _refused(args))[0]:
-        return _print_sentence(args, *refused)
+    status, sentence = _refused(args)
+    if status:
+        return _print_sentence(args, status, sentence)
     while True:
         saved = _times_of_saves(args.losses) if args.watch else {}
         status = max(_run_apart(part) for part in _by_loss(args))
@@ -173,9 +176,10 @@ def _times_of_saves(losses: Iterable[str]) -> dict[Path, float]:
     """
     folders = {Path(loss.rpartition(":")[0]).parent for loss in losses}
     times = {}
-    for file in (file for folder in folders for file in folder.glob("*.py")):
-        with contextlib.suppress(OSError):  # an editor is replacing it
-            times[file] = file.stat().st_mtime
+    for folder in folders:
+        for file in folder.glob("*.py"):
+            with contextlib.suppress(OSError):  # an editor is replacing it
+                times[file] = file.stat().st_mtime
     return times
 
 
@@ -196,17 +200,21 @@ def _run_apart(args: argparse.Namespace) -> int:
         return 0
 
     stdout = sys.stdout
-    for first in (_refused, partial(_status_and_sentence, work=prepare)):
-        if (refused := first(args))[0]:
-            return _print_sentence(args, *refused)
+    status, sentence = _refused(args)
+    if status:
+        return _print_sentence(args, status, sentence)
+    status, sentence = _status_and_sentence(args, prepare)
+    if status:
+        return _print_sentence(args, status, sentence)
 
     def work() -> Printed:
         """Run the verb in the child, with what it prints kept in a page."""
-        page = sys.stdout = None if stdout is None else _Page(stdout)
-        status, sentence = _status_and_sentence(
-            args, lambda: args.chosen_verb.run(args)
-        )
-        return Printed(status, "" if page is None else page.text(), sentence)
+        page = None if stdout is None else _Page(stdout)
+        sys.stdout = page
+        run_verb = partial(args.chosen_verb.run, args)
+        status, sentence = _status_and_sentence(args, run_verb)
+        out = "" if page is None else page.text()
+        return Printed(status, out, sentence)
 
     try:
         printed = supervised(work, args.timeout, args.chosen_verb.user_code)

@@ -39,28 +39,10 @@ def refuse_unknown_names(args: argparse.Namespace) -> None:
         catalog.require_value_loss(args.as_value)
         _refuse_options_of_kinds(args)
         _refuse_options_of_check(args)
-    losses = []
-    objectives = []
     if args.command == "prove":
         catalog.require_estimators(args.as_kl, args.as_advantage, args.agg)
         _refuse_options_of_kinds(args)
-    if args.command == "check":
-        losses = args.losses
-    if args.command in ("identify", "prove"):
-        losses = [args.loss]
-    if args.command == "maximizes" and not (args.as_advantage or args.as_kl):
-        losses = [args.loss]
-    if args.command == "prove" and args.name and ":" not in args.name:
-        objectives = [args.name]
-    if args.command == "diff":
-        # a word without a colon may be an adapter: `diff` looks it up
-        losses = [word for word in (args.a, args.b) if ":" in word]
-    if args.command in ("cap", "weights"):
-        losses = args.names
-    if args.command in ("check", "show", "derive", "replay"):
-        objectives = [args.name]
     if args.command == "replay":
-        objectives += args.against
         for file in map(Path, args.files):
             if not file.is_dir():
                 require_file(file)
@@ -69,12 +51,40 @@ def refuse_unknown_names(args: argparse.Namespace) -> None:
             Path(args.results),
             f"write one with `pytest ... --upref-results {args.results}`",
         )
-    for loss in losses:
+    for loss in _losses_named(args):
         catalog.require_loss(loss)
-    if args.command == "derive" and args.name == "all":
-        objectives = []  # all is the word for every objective
-    catalog.require(*(name for name in objectives if name))
+    catalog.require(*_objectives_named(args))
     hyperparameters(getattr(args, "hp", []))
+
+
+def _losses_named(args: argparse.Namespace) -> list[str]:
+    """Return the words of the command line that are losses."""
+    if args.command == "check":
+        return list(args.losses)
+    if args.command in ("cap", "weights"):
+        return list(args.names)
+    if args.command in ("identify", "prove"):
+        return [args.loss]
+    if args.command == "maximizes" and not (args.as_advantage or args.as_kl):
+        return [args.loss]
+    if args.command == "diff":
+        # a word without a colon may be an adapter: `diff` looks it up
+        return [word for word in (args.a, args.b) if ":" in word]
+    return []
+
+
+def _objectives_named(args: argparse.Namespace) -> list[str]:
+    """Return the words of the command line that are names of objectives."""
+    if args.command == "derive" and args.name == "all":
+        return []  # all is the word for every objective
+    if args.command == "prove" and args.name and ":" in args.name:
+        return []  # what the loss is compared with is a function too
+    names = []
+    if args.command in ("check", "show", "derive", "replay", "prove"):
+        names.append(args.name)
+    if args.command == "replay":
+        names += args.against
+    return [name for name in names if name]
 
 
 def _refuse_options_of_kinds(args: argparse.Namespace) -> None:
@@ -154,9 +164,8 @@ def check(args: argparse.Namespace) -> int:
     from upref.verify.check import check as verdict
 
     o = get(args.name)
-    loss = from_signature(
-        args.loss, o.aggregated(args.agg) if args.agg else o, hp, alone=True
-    )
+    reads = o.aggregated(args.agg) if args.agg else o
+    loss = from_signature(args.loss, reads, hp, alone=True)
     return answer(args, verdict(loss, o, agg=args.agg, skip=skip, **hp))
 
 
@@ -183,13 +192,16 @@ def prove(args: argparse.Namespace) -> int:
         from upref.registry import get
         from upref.user_code import from_signature, no_objective
 
-        is_name = ":" not in args.name
-        o = get(args.name) if is_name else no_objective()
+        target: Any
+        if ":" in args.name:  # a function
+            o = no_objective()
+            target = args.name
+        else:
+            o = get(args.name)
+            target = o
         reads = o.aggregated(args.agg) if args.agg else o
         loss = from_signature(args.loss, reads, hp, alone=True)
-        verdict = proof.prove(
-            loss, o if is_name else args.name, agg=args.agg, **size, **limit, **hp
-        )
+        verdict = proof.prove(loss, target, agg=args.agg, **size, **limit, **hp)
     status = answer(args, verdict)
     return 2 if verdict.status == "no proof" else status
 
@@ -217,12 +229,13 @@ def diff(args: argparse.Namespace) -> int:
     if args.steps or args.case or {args.a, args.b} & known.keys():
         from upref.conformance.diff import chosen_cases, diff_steps
 
-        a, b = (_adapter(word) for word in (args.a, args.b))
+        a = _adapter(args.a)
+        b = _adapter(args.b)
         return answer(args, diff_steps(a, b, chosen_cases(args.case), args.seed))
     try:
         difference = difference_of(args.a, args.b)
     except InputError as error:
-        if not any(map(_is_adapter, (args.a, args.b))):
+        if not (_is_adapter(args.a) or _is_adapter(args.b)):
             raise
         raise InputError(
             f"{error} To compare whole training steps: `upref diff --steps {args.a} {args.b}`."
@@ -299,14 +312,11 @@ def listing(args: argparse.Namespace) -> int:
         facts_by_name = catalog.facts()
         trainers = catalog.trainers()
         shown = list(facts_by_name) if args.every else catalog.first_tier()
-        rows = [
-            [
-                name,
-                *facts_by_name[name].values(),
-                str(len(trainers.get(name, [])) or ""),
-            ]
-            for name in shown
-        ]
+        rows = []
+        for name in shown:
+            number_of_trainers = len(trainers.get(name, []))
+            last = str(number_of_trainers or "")  # an empty cell in place of 0
+            rows.append([name, *facts_by_name[name].values(), last])
         table(["name", "level", "aggregation", "paper", "trainers"], rows)
         print(
             "trainers: frameworks whose audit compares a loss with the objective; "
@@ -338,20 +348,25 @@ def _resolve_losses(given: list[str]) -> list[Any]:
     from upref.user_code.frameworks import provider
     from upref.weights import plots  # noqa: F401  (before the imports are restricted)
 
-    framework_of = {name: name.partition(":")[0] for name in given}
-    plugin_of = {
-        name: plugin
-        for name, framework in framework_of.items()
-        if (plugin := provider(framework)) and plugin.needs_process(framework)
-    }
-    if len(frameworks := {framework_of[name] for name in plugin_of}) > 1:
+    plugin_of: dict[str, Any] = {}
+    frameworks = set()  # those that need a process
+    for name in dict.fromkeys(given):
+        framework = name.partition(":")[0]
+        plugin = provider(framework)
+        if plugin and plugin.needs_process(framework):
+            plugin_of[name] = plugin
+            frameworks.add(framework)
+    if len(frameworks) > 1:
         raise InputError(
             f"{' and '.join(sorted(frameworks))} need a process each: draw one framework at a time."
         )
-    return [
-        plugin_of[name].find(name, no_objective(), {}) if name in plugin_of else name
-        for name in given
-    ]
+    losses: list[Any] = []
+    for name in given:
+        if name in plugin_of:
+            losses.append(plugin_of[name].find(name, no_objective(), {}))
+        else:
+            losses.append(name)
+    return losses
 
 
 def cap(args: argparse.Namespace) -> int:
@@ -394,11 +409,11 @@ def weights(args: argparse.Namespace) -> int:
         from upref.weights.plots import save, weights as draw
 
         return save(lambda: draw(*curves), args.file)
-    rows = [
-        [f"{c.name}, A = {A:+d}", *c(np.array(RATIOS), float(A), 0.01).tolist()]
-        for c in curves
-        for A in (1, -1)
-    ]
+    rows = []
+    for curve in curves:
+        for A in (1, -1):
+            numbers = curve(np.array(RATIOS), float(A), 0.01).tolist()
+            rows.append([f"{curve.name}, A = {A:+d}", *numbers])
     ratio = common_ratio_symbol(curves)
     title = "weight dJ/dlp (π_old = 0.01 where the bound depends on it)"
     remarks = {"measured": words_for_one_token(curves, ratio)}
@@ -423,18 +438,21 @@ def _print_numbers(
         title: what the numbers are.
         remarks: what the numbers do not show, a line each; an empty one is left out.
     """
+    remarks = {key: words for key, words in remarks.items() if words}
     if args.json:
-        data = {"title": title, axis: points, **{r[0]: r[1:] for r in rows}}
-        data |= {key: words for key, words in remarks.items() if words}
-        print(json.dumps(data, indent=1, ensure_ascii=False))
-    else:
-        print(title)
-        for words in filter(None, remarks.values()):
-            print(words)
-        table(
-            [axis, *(f"{p:g}" for p in points)],
-            [[row[0], *(f"{v:.4g}" for v in row[1:])] for row in rows],
-        )
+        data = {"title": title, axis: points}
+        for name, *numbers in rows:
+            data[name] = numbers
+        print(json.dumps(data | remarks, indent=1, ensure_ascii=False))
+        return 0
+    print(title)
+    for words in remarks.values():
+        print(words)
+    head = [axis, *(f"{point:g}" for point in points)]
+    lines = []
+    for name, *numbers in rows:
+        lines.append([name, *(f"{number:.4g}" for number in numbers)])
+    table(head, lines)
     return 0
 
 
@@ -444,8 +462,9 @@ def derive(args: argparse.Namespace) -> int:
     from upref.derivation import derive as derivation
     from upref.registry import names
 
+    chosen = names() if args.name == "all" else [args.name]
     derivations = []
-    for name in names() if args.name == "all" else [args.name]:
+    for name in chosen:
         derivations.append(derivation(name))
         if not args.json:
             print(derivations[-1], end="\n\n")
@@ -478,7 +497,10 @@ def logs(args: argparse.Namespace) -> int:
                 f"--map {given!r} needs SCALAR=COLUMN, for example --map kl_loss=train/kl."
             )
         names[scalar] = column
-    reports = [audit(run, names) for file in args.files for run in read(file)]
+    reports = []
+    for file in args.files:
+        for run in read(file):
+            reports.append(audit(run, names))
     if args.json:
         data = [encode(report.data()) for report in reports]
         print(json.dumps(data, indent=1, ensure_ascii=False))

@@ -41,11 +41,9 @@ def examine() -> dict[str, Any]:
     }
     report |= {part: _version(part) for part in PARTS}
     for plugin in framework_plugins():
-        report |= {
-            part: _compared_with_tested(report[part], v)
-            for part, v in plugin.tested_versions().items()
-            if report.get(part)
-        }
+        for part, tested in plugin.tested_versions().items():
+            if report.get(part):
+                report[part] = _compared_with_tested(report[part], tested)
     report["cuda"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     if _version("upref"):
         report["warning"] = (

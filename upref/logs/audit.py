@@ -238,16 +238,22 @@ class Known:
         """
         if not where.any():
             return []
-        i = int(np.argmax(where))
+        first = int(np.argmax(where))
         columns = tuple(self.column[key] for key in keys)
-        shown = {
-            key: x[i] if isinstance(x, np.ndarray) else x for key, x in numbers.items()
-        }
+        of_first: dict[str, Any] = {}
+        for key, number in numbers.items():
+            if isinstance(number, np.ndarray):
+                of_first[key] = number[first]
+            else:
+                of_first[key] = number
         steps = self.run.steps
         if where.sum() == 1:  # the text names it as {step}
             text = text.replace(" ({steps})", "")
         sentence = text.format(
-            *columns, step=f"{steps[i]:g}", steps=name_steps(steps, where), **shown
+            *columns,
+            step=f"{steps[first]:g}",
+            steps=name_steps(steps, where),
+            **of_first,
         )
         at = tuple(s for s, w in zip(steps, where, strict=True) if w)
         return [Statement(severity, name, sentence, at, columns)]
@@ -523,14 +529,15 @@ def clipped_at_one(known: Known) -> Iterator[Statement]:
         return
     share = known.values("clip_fraction")
     is_clipped = share > known.error("clip_fraction")
-    keys = ("clip_fraction", "ratio_min", "ratio_max")
-    if known.has(*keys) and all(known.is_finer(k, 1e-5) for k in keys[1:]):
-        extremes = np.stack([known.values(k) for k in keys[1:]])
+    extremes = ("ratio_min", "ratio_max")
+    if known.has(*extremes) and all(known.is_finer(key, 1e-5) for key in extremes):
+        distances = np.stack([np.abs(known.values(key) - 1) for key in extremes])
+        are_one = (distances < 1e-6).all(0)
         yield from known.state(
             "failure",
             "clip",
-            is_clipped & (np.abs(extremes - 1) < 1e-6).all(0),
-            keys,
+            is_clipped & are_one,
+            ("clip_fraction", *extremes),
             "{0} is {share:.4g}, and {1} and {2} are 1 at step {step}: a ratio of 1 is never clipped ({steps}).",
             share=share,
         )
@@ -785,16 +792,24 @@ def kl_that_is_k1(known: Known) -> Iterator[Statement]:
             reading += ", or a KL in half precision"
         weight = _weight_in_loss(known, key)
         is_in_loss = key == "kl_loss" or bool(weight)
+        if is_in_loss:
+            severity: Severity = "note"
+            name = "k1 in the loss"
+            in_loss = weight + OF_K1
+        else:
+            severity = "fact"
+            name = "k1"
+            in_loss = ""
         yield from known.state(
-            "note" if is_in_loss else "fact",
-            "k1 in the loss" if is_in_loss else "k1",
+            severity,
+            name,
             below,
             [key, *keys],
             "{0} is below 0 {steps}; at step {step} it is {x:.4g}. k2, k3 and the exact KL are at least 0 for each batch, "
             "so it is {reading}.{in_loss}",
             x=x,
             reading=reading,
-            in_loss=(weight + OF_K1) if is_in_loss else "",
+            in_loss=in_loss,
         )
 
 
@@ -834,9 +849,12 @@ def _weight_in_loss(known: Known, key: str) -> str:
     keys = ("loss", "pg_loss", key)
     if not known.has(*keys):
         return ""
-    loss, pg, kl = map(known.values, keys)
-    there = np.isfinite(loss) & np.isfinite(pg) & np.isfinite(kl)
-    rest, kl = (loss - pg)[there], kl[there]
+    loss = known.values("loss")
+    pg_loss = known.values("pg_loss")
+    kl = known.values(key)
+    there = np.isfinite(loss) & np.isfinite(pg_loss) & np.isfinite(kl)
+    rest = (loss - pg_loss)[there]
+    kl = kl[there]
     error = known.errors(["loss", "pg_loss"])[there]
     # β by least squares, each step weighted by its precision
     precision = 1 / np.maximum(error, 1e-30) ** 2
@@ -849,10 +867,8 @@ def _weight_in_loss(known: Known, key: str) -> str:
         return ""
     if (np.abs(beta * kl) <= 3 * error).all():
         return ""  # the term is below the digits
-    a, b, c = (known.column[k] for k in keys)
-    return (
-        f" It is a term of the loss: {a} = {b} + {beta:.4g} {c} at {there.sum()} steps."
-    )
+    loss_name, pg_name, kl_name = (known.column[k] for k in keys)
+    return f" It is a term of the loss: {loss_name} = {pg_name} + {beta:.4g} {kl_name} at {there.sum()} steps."
 
 
 def equal_rewards(known: Known) -> Iterator[Statement]:
@@ -883,13 +899,17 @@ def equal_rewards(known: Known) -> Iterator[Statement]:
             equal = equal & ~(np.abs(known.values(key)) > known.error(key))
     text = what + " {steps}: an advantage within the group (GRPO, RLOO) is 0 there."
     severity: Severity = "fact"
-    at = elsewhere = math.nan  # median norm of the gradient at these steps, and others
+    named: list[str] = [*keys]
+    # median norm of the gradient at these steps, and at the others
+    at = math.nan
+    elsewhere = math.nan
     if known.has("grad_norm"):
         norm = known.values("grad_norm")
         there = np.isfinite(norm)
         at = _median(norm[equal & there])
         elsewhere = _median(norm[~equal & there])
     if at > 0:
+        named.append("grad_norm")
         text += " {grad} is {at:.3g} there in the median"
         if math.isfinite(elsewhere):
             text += ", and {elsewhere:.3g} at the other steps"
@@ -903,7 +923,7 @@ def equal_rewards(known: Known) -> Iterator[Statement]:
         severity,
         "equal rewards",
         equal,
-        [*keys, *(["grad_norm"] if at > 0 else [])],
+        named,
         text,
         grad=known.column.get("grad_norm", ""),
         at=at,

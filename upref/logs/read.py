@@ -128,25 +128,35 @@ def _rows_of_json(path: Path) -> Iterator[Row]:
         InputError: it is none of these.
     """
     whole = _loads(path.read_text(encoding="utf-8-sig"), path, "the file")
-    if isinstance(whole, dict):
-        lists = {k: v for k, v in whole.items() if isinstance(v, list)}
-        of_objects = [v for v in lists.values() if v and isinstance(v[0], dict)]
-        if isinstance(whole.get("log_history"), list):
-            whole = whole["log_history"]
-        elif len(of_objects) == 1:
-            whole = of_objects[0]
-        elif lists:
-            longest = max(map(len, lists.values()))
-            whole = [
-                {k: v[i] for k, v in lists.items() if i < len(v)}
-                for i in range(longest)
-            ]
-    if not isinstance(whole, list):
+    steps = _find_list_of_steps(whole)
+    if steps is None:
         raise InputError(
             f"{path} holds no list of steps: it needs a list of objects, one for each step."
         )
-    for row in whole:
+    for row in steps:
         yield _row_of(row, path)
+
+
+def _find_list_of_steps(whole: Any) -> list[Any] | None:
+    """Return the list of steps in what a JSON file holds; None where there is none. The
+    lists of numbers of an object are columns, of which step i has the i-th numbers.
+    """
+    if isinstance(whole, list):
+        return whole
+    if not isinstance(whole, dict):
+        return None
+    lists = {name: value for name, value in whole.items() if isinstance(value, list)}
+    if "log_history" in lists:
+        return lists["log_history"]
+    of_objects = [v for v in lists.values() if v and isinstance(v[0], dict)]
+    if len(of_objects) == 1:
+        return of_objects[0]
+    if not lists:
+        return None
+    steps: list[Any] = []
+    for i in range(max(map(len, lists.values()))):
+        steps.append({name: v[i] for name, v in lists.items() if i < len(v)})
+    return steps
 
 
 def _loads(text: str, path: Path, where: str) -> Any:
@@ -225,12 +235,12 @@ def _read_events(path: Path) -> list[Run]:
             raise InputError(
                 f"{folder} is no event file that TensorBoard reads ({e})."
             ) from None
-        rows = [
-            {"step": float(event.step), tag: float(event.value)}
-            for tag in tags
-            if bare(tag) not in STEPS
-            for event in accumulator.Scalars(tag)
-        ]
+        rows = []
+        for tag in tags:
+            if bare(tag) in STEPS:
+                continue
+            for event in accumulator.Scalars(tag):
+                rows.append({"step": float(event.step), tag: float(event.value)})
         name = str(folder.relative_to(path)) if len(folders) > 1 else ""
         runs.append(make_run(rows, file=str(folder), name=name))
     if not any(run.columns for run in runs):
@@ -250,19 +260,18 @@ def _split_runs(rows: list[Row]) -> dict[str, list[Row]]:
     runs = sorted({n.split(" - ", 1)[0] for n in exported if " - " in n})
     if not runs:
         return {"": rows}
-    out: dict[str, list[Row]] = {}
-    for run in runs:
-        head = f"{run} - "
-        out[run] = [
-            {
-                name.removeprefix(head): value
-                for name, value in row.items()
-                if name.startswith(head) or " - " not in name
-                if not name.endswith(("__MIN", "__MAX"))
-            }
-            for row in rows
-        ]
-    return out
+    return {run: [_numbers_of_run(row, run) for row in rows] for run in runs}
+
+
+def _numbers_of_run(row: Row, run: str) -> Row:
+    """Return what a row of Weights & Biases says of one of its runs."""
+    head = f"{run} - "
+    numbers = {}
+    for name, value in row.items():
+        is_of_run = name.startswith(head) or " - " not in name
+        if is_of_run and not name.endswith(("__MIN", "__MAX")):
+            numbers[name.removeprefix(head)] = value
+    return numbers
 
 
 def make_run(rows: Iterable[Mapping[str, float]], *, file: str, name: str = "") -> Run:
@@ -280,32 +289,21 @@ def make_run(rows: Iterable[Mapping[str, float]], *, file: str, name: str = "") 
         `repeated` has the step. Columns of STEPS are left out. NaN and infinity become
         NaN, and `not_finite` has their steps.
     """
-    # (column that counts the steps, step) -> its numbers by name
-    joined: dict[tuple[str, float], dict[str, float]] = {}
-    repeated: dict[str, list[float]] = {}
-    for number, row in enumerate(rows):
-        axis, step = _step_of(row, number)
-        own = joined.setdefault((axis, step), {})
-        for key, value in row.items():
-            before = own.get(key, value)
-            are_numbers = not (math.isnan(before) or math.isnan(value))
-            if before != value and are_numbers:
-                repeated.setdefault(key, []).append(step)
-            own[key] = value
+    joined, repeated = _join_rows(rows)
     if len({axis for axis, _ in joined}) == 1:
         joined = dict(sorted(joined.items()))
     steps = tuple(step for _, step in joined)
-    names = dict.fromkeys(key for own in joined.values() for key in own)
+    numbers_of_steps = list(joined.values())
+    names = dict.fromkeys(key for numbers in numbers_of_steps for key in numbers)
     columns, half_digit, digits, not_finite = {}, {}, {}, {}
     for key in names:
         if bare(key) in STEPS:
             continue
-        values = np.array([own.get(key, math.nan) for own in joined.values()])
-        bad = [
-            step
-            for step, own in zip(steps, joined.values(), strict=True)
-            if key in own and not math.isfinite(own[key])
-        ]
+        values = np.array([numbers.get(key, math.nan) for numbers in numbers_of_steps])
+        bad = []
+        for step, numbers in zip(steps, numbers_of_steps, strict=True):
+            if key in numbers and not math.isfinite(numbers[key]):
+                bad.append(step)
         if bad:
             not_finite[key] = tuple(bad)
         values[~np.isfinite(values)] = math.nan
@@ -317,6 +315,33 @@ def make_run(rows: Iterable[Mapping[str, float]], *, file: str, name: str = "") 
             columns[key] = values
             half_digit[key] = 0.0
     return Run(name, file, steps, columns, half_digit, digits, not_finite, repeated)
+
+
+# (column that counts the steps, step) -> its numbers by name
+Joined = dict[tuple[str, float], dict[str, float]]
+
+
+def _join_rows(
+    rows: Iterable[Mapping[str, float]],
+) -> tuple[Joined, dict[str, list[float]]]:
+    """Join the rows of each step; a later number of a scalar replaces an earlier one.
+
+    Returns:
+        The steps, in the order of their first rows; and of each scalar the steps that
+        have several different numbers of it, NaN left out.
+    """
+    joined: Joined = {}
+    repeated: dict[str, list[float]] = {}
+    for number, row in enumerate(rows):
+        axis, step = _step_of(row, number)
+        numbers = joined.setdefault((axis, step), {})
+        for key, value in row.items():
+            before = numbers.get(key, value)
+            are_numbers = not (math.isnan(before) or math.isnan(value))
+            if before != value and are_numbers:
+                repeated.setdefault(key, []).append(step)
+            numbers[key] = value
+    return joined, repeated
 
 
 def _step_of(row: Mapping[str, float], number: int) -> tuple[str, float]:
