@@ -197,11 +197,10 @@ def read(name: str = "", text: str | None = None) -> list[Entry]:
         InputError: an entry lacks a field or has a wrong one.
     """
     if not name:
-        return [
-            e
-            for file in sorted(FRAMEWORKS.glob("*/ledger.toml"))
-            for e in read(file.parent.name)
-        ]
+        of_all: list[Entry] = []
+        for file in sorted(FRAMEWORKS.glob("*/ledger.toml")):
+            of_all += read(file.parent.name)
+        return of_all
     tables = read_tables(name) if text is None else _tables(text)
     shared = {"framework": name} | tables.get("ledger", {})
     prelude = shared.pop("prelude", "").strip()
@@ -221,11 +220,8 @@ def read(name: str = "", text: str | None = None) -> list[Entry]:
     except (AttributeError, KeyError, SyntaxError, TypeError, ValueError) as error:
         raise InputError(f"the ledger of {name} cannot be read: {error}") from error
     for e in entries:
-        if (
-            e.status not in STATUS
-            or e.severity not in ("", *SEVERITY)
-            or not e.evidence
-        ):
+        has_words = e.status in STATUS and e.severity in ("", *SEVERITY)
+        if not has_words or not e.evidence:
             raise InputError(
                 f"ledger entry {e.key}: status is one of {', '.join(STATUS)}, severity one of {', '.join(SEVERITY)}, "
                 "and evidence is not empty."
@@ -264,31 +260,36 @@ def _script(prelude: str, proof: str) -> str:
     used = _names_in(ast.parse(proof))
     kept_lines: list[str] = []
     for statement in reversed(ast.parse(prelude).body):
-        imported = {
-            alias.asname or alias.name.partition(".")[0]
-            for alias in getattr(statement, "names", [])
-        }
-        assigned = {
-            node.id
-            for node in ast.walk(statement)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        }
-        defined = imported | assigned | {getattr(statement, "name", "")}
         # what replaces a part of a module acts without being named again
         is_patch = isinstance(statement, ast.Assign) and isinstance(
             statement.targets[0], ast.Attribute
         )
-        if is_patch or used & defined:
+        if is_patch or used & _names_defined_by(statement):
             used |= _names_in(statement)
             kept_lines[:0] = lines[statement.lineno - 1 : statement.end_lineno]
-    modules = [
-        line.removeprefix("import ")
-        for line in kept_lines
-        if line.startswith("import ")
-    ]
-    other_lines = [line for line in kept_lines if not line.startswith("import ")]
+    modules = []
+    other_lines = []
+    for line in kept_lines:
+        if line.startswith("import "):
+            modules.append(line.removeprefix("import "))
+        else:
+            other_lines.append(line)
     imports = [f"import {', '.join(modules)}"] if modules else []
     return "\n".join([*imports, *other_lines, proof])
+
+
+def _names_defined_by(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement imports or assigns, and that of its function or
+    class; "" is among them.
+    """
+    # an import has `names`; a function or a class has a `name`
+    defined = {getattr(statement, "name", "")}
+    for alias in getattr(statement, "names", []):
+        defined.add(alias.asname or alias.name.partition(".")[0])
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+    return defined
 
 
 def _names_in(tree: ast.AST) -> set[str]:

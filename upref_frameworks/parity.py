@@ -95,17 +95,15 @@ def roundings(loss: Tensor, lp: Tensor) -> int:
     stack = [loss.grad_fn] if loss.grad_fn is not None else []
     while stack:
         node = stack[-1]
-        inputs = (
-            []
-            if node is lp_node
-            else [n for n, _ in node.next_functions if n is not None]
-        )
+        inputs = []
+        if node is not lp_node:
+            inputs = [n for n, _ in node.next_functions if n is not None]
         unknown = [n for n in inputs if n not in depth]
         if unknown:
             stack += unknown
         else:
             depth[stack.pop()] = 1 + max((depth[n] for n in inputs), default=0)
-    return 4 * max(1, *depth.values()) if depth else 4
+    return 4 * max(depth.values(), default=1)
 
 
 @torch.no_grad()
@@ -183,9 +181,8 @@ def compare(
             batch.logp, batch.logp_old, batch.adv, mask, H, batch.logp_sampler, **hp
         )
         if terms.ndim == 1:
-            terms = torch.nn.functional.pad(
-                torch.where(mask.any(1), terms, 0)[:, None], (0, mask.shape[1] - 1)
-            )
+            first_column = torch.where(mask.any(1), terms, 0)[:, None]
+            terms = torch.nn.functional.pad(first_column, (0, mask.shape[1] - 1))
         else:
             terms = torch.where(mask, terms, 0)
         weights = objective.token_weights(batch, **hp)
@@ -197,16 +194,16 @@ def compare(
         reference(lp - delta),
         reference(lp, trained_dtype),
     ]
-    # weights and terms, [4, B, T] each, in the order of the evaluations
-    W, terms = (torch.stack(column) for column in zip(*evaluations, strict=True))
+    # [4, B, T] each, in the order of the evaluations
+    W = torch.stack([weights for weights, _ in evaluations])
+    terms = torch.stack([own_terms for _, own_terms in evaluations])
     overflows = log_r > math.log(torch.finfo(trained_dtype).max) - 1
     is_alive = torch.ne(W, 0)
     is_at_bound = mask & ((is_alive.any(0) != is_alive.all(0)) | overflows)
 
     # the loss
-    slack = (terms[1:3] - terms[0]).abs().amax(0) + torch.where(
-        is_at_bound, (terms[3] - terms[0]).abs(), 0
-    )
+    slack = (terms[1:3] - terms[0]).abs().amax(0)
+    slack += torch.where(is_at_bound, (terms[3] - terms[0]).abs(), 0)
     size = terms[0].abs().sum()
     value_gap = (loss.detach().double() / dp_size + terms[0].sum()).abs()
     additions = math.log2(max(2, mask.numel())) + 16

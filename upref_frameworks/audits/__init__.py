@@ -141,9 +141,9 @@ class Audit(Result):
             because = [self._because(r, reason, spot) for reason, spot in r.reasons]
             if not (r.agrees or r.ok):
                 because = [f"largest difference; {r.spot}", *because]
-            loss = r.label + (
-                f", in {r.micro_batches} micro-batches" if r.micro_batches > 1 else ""
-            )
+            loss = r.label
+            if r.micro_batches > 1:
+                loss += f", in {r.micro_batches} micro-batches"
             remains = "" if r.agrees else f"{r.remains:.1e}"
             table.add_row(
                 *map(escape, (loss, r.promise, r.verdict, "\n".join(because), remains))
@@ -259,9 +259,26 @@ def audit(
     )
     if answer is not None:
         return answer
-    # from here on this process is the one that has the framework
+    return _audit_in_this_process(name, f, comparisons)
+
+
+def _audit_in_this_process(
+    name: str, f: Framework, comparisons: tuple[Comparison, ...] | None
+) -> Audit:
+    """Audit a framework that this process can import.
+
+    Args:
+        name: of the framework.
+        f: its tables.
+        comparisons: only these; None: all.
+    """
     inside = f.pin and isolated.INSIDE
-    version = inside["version"] if inside else f.version()
+    if inside:
+        version = inside["version"]
+        remarks = [*inside["remarks"], *f.remarks]
+    else:
+        version = f.version()
+        remarks = [*f.remarks]
     modes = f.modes()
     asked = f.comparisons if comparisons is None else comparisons
     # losses that the table compares and this version does not have
@@ -277,14 +294,13 @@ def audit(
     known = {c.mode for c in f.comparisons} | f.out_of_scope.keys()
     entries = read(name)
     recorded_defaults = read_tables(name).get("defaults", {})
-    plain_defaults = {
-        mode: {k: as_toml_value(v) for k, v in fields.items()}
-        for mode, fields in defaults.items()
-    }
-    against_ledger = [
-        f"the loss {mode} is gone: {name} {version} has {', '.join(sorted(modes))}"
-        for mode in gone
-    ]
+    plain_defaults = {}
+    for mode, fields in defaults.items():
+        plain_defaults[mode] = {k: as_toml_value(v) for k, v in fields.items()}
+    against_ledger = []
+    for mode in gone:
+        there = ", ".join(sorted(modes))
+        against_ledger.append(f"the loss {mode} is gone: {name} {version} has {there}")
     against_ledger += changed_defaults(plain_defaults, recorded_defaults, version)
     complete = comparisons is None
     against_ledger += check_ledger(rows, entries, version, complete, gone)
@@ -296,7 +312,7 @@ def audit(
         unaudited=sorted(m for m in modes if m not in known),
         out_of_scope=f.out_of_scope,
         against_ledger=against_ledger,
-        remarks=[*(inside["remarks"] if inside else []), *f.remarks],
+        remarks=remarks,
         entries=entries,
         defaults=plain_defaults,
         date=datetime.date.today().isoformat(),

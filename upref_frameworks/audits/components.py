@@ -295,9 +295,8 @@ def _row(framework: str, part: Component) -> ComparisonRow:
     one reason after the other in it. Raise InputError where there is no such reference.
     """
     kind = KINDS.get(part.kind)
-    if kind is None or (
-        isinstance(part.promise, str) and part.promise not in kind.references
-    ):
+    is_named = isinstance(part.promise, str)
+    if kind is None or (is_named and part.promise not in kind.references):
         raise InputError(
             f"{part.label}: there is no {part.promise!r} to compare it with."
         )
@@ -306,23 +305,18 @@ def _row(framework: str, part: Component) -> ComparisonRow:
     steps = [part.reference(), *(f.change for f in part.reasons)]
     labels, theirs = _labels_and_numbers(part, part.found, cases)
     numbers_of_steps = [_labels_and_numbers(part, f, cases)[1] for f in steps]
-    largest = _finite_difference(theirs, numbers_of_steps[0]).max().item()
-    worst_example = _worst_example(labels, theirs, numbers_of_steps[0])
+    papers = numbers_of_steps[0]
+    largest = _finite_difference(theirs, papers).max().item()
+    worst_example = _worst_example(labels, theirs, papers)
     reasons = part.reasons if largest > part.tol else ()
     changes = []
-    for why, old, new in zip(
-        reasons, numbers_of_steps, numbers_of_steps[1:], strict=False
-    ):
+    for number, why in enumerate(reasons):
+        before, after = numbers_of_steps[number], numbers_of_steps[number + 1]
         # where this reason moves most: the paper's number there, and the framework's
-        i = int(_finite_difference(new, old).argmax())
-        changes.append(
-            (
-                why.words,
-                _worst_example(
-                    labels[i : i + 1], theirs[i : i + 1], numbers_of_steps[0][i : i + 1]
-                ),
-            )
-        )
+        i = int(_finite_difference(after, before).argmax())
+        here = slice(i, i + 1)
+        example = _worst_example(labels[here], theirs[here], papers[here])
+        changes.append((why.words, example))
     typical_numbers = []
     if reasons:
         typical_case = kind.typical_case()

@@ -78,11 +78,11 @@ def check_ledger(
         with other numbers, and entries that no longer show.
     """
     # (reason, loss, promise, micro-batches) -> the entry, and its evidence for this row
-    known = {
-        (e.reason, x.loss, x.held_against, x.micro_batches): (e, x)
-        for e in entries
-        for x in e.evidence
-    }
+    known = {}
+    for e in entries:
+        for evidence in e.evidence:
+            loss, promise = evidence.loss, evidence.held_against
+            known[e.reason, loss, promise, evidence.micro_batches] = (e, evidence)
     said = []
     seen = set()
     audited = {(r.label, r.promise, r.micro_batches) for r in rows}

@@ -218,9 +218,12 @@ def _place(found: Found) -> str:
     """Return A and r where two losses differ most; "" where they do not."""
     if found.counterexample is None:
         return ""
-    c = found.counterexample
-    gap = (c.expected - c.found).abs().nan_to_num(float("inf"))
-    place = divmod(int(gap.argmax()) % c.batch.mask.numel(), c.batch.mask.shape[1])
-    A = c.batch.adv[place].item()
-    r = (c.batch.logp - c.batch.logp_old)[place].exp().item()
+    batch = found.counterexample.batch
+    expected, measured = found.counterexample.expected, found.counterexample.found
+    gap = (expected - measured).abs().nan_to_num(float("inf"))
+    # the gradients may have several parts, [parts, B, T]
+    slot = int(gap.argmax()) % batch.mask.numel()
+    row_and_column = divmod(slot, batch.mask.shape[1])
+    A = batch.adv[row_and_column].item()
+    r = (batch.logp - batch.logp_old)[row_and_column].exp().item()
     return f"A = {A:.4g}, r = {r:.4g}"

@@ -143,18 +143,18 @@ def recipe(objective: str, name: str, **hp: float) -> Recipe:
     how = read_tables(name)["recipe"]
     entries = read(name)
     if comparisons := _comparisons(o, f, hp, how):
-        # the smallest difference; then the paper's settings; then the fewest fields
-        best = min(
-            comparisons,
-            key=lambda c: (
-                *_severity_left(c, entries),
-                c.setting != "paper",
-                len(c.config),
-            ),
-        )
+
+        def rank(c: Comparison) -> tuple[Any, ...]:
+            """Rank the smallest difference first; then the paper's settings; then the
+            fewest fields.
+            """
+            return (*_severity_left(c, entries), c.setting != "paper", len(c.config))
+
+        best = min(comparisons, key=rank)
         r = _recipe_of_comparison(o, best, f, how, entries)
         known = how.get("differs", {}).get(o.name)
-        r = replace(r, differs=[*r.differs, *([known] if known else [])])
+        if known:
+            r = replace(r, differs=[*r.differs, known])
     else:
         _refuse_without_recipe(o, f, hp)
         r = _recipe_of_plug_in(o, f)
@@ -225,11 +225,12 @@ def _comparisons(
             *TRAINED_WITH.get(objective.name, ()),
         ]
     for other in others:
-        if matching := [
+        of_other = [
             c for c in framework.comparisons if c.objective == other and not c.hp
-        ]:
-            break
-    return matching
+        ]
+        if of_other:
+            return of_other
+    return []
 
 
 def _where_keys_were_read(how: dict[str, Any], version: str) -> str:
@@ -342,25 +343,28 @@ def _recorded_differences(
     in_one_call = _entries_of(comparison, entries)
     split = _entries_of(comparison, entries, in_micro_batches=True)
     differs = [_with_size(e) for e in in_one_call]
-    for k in (k for k in SCALE if k in comparison.config):
-        if _must_be_set(framework.name, comparison, k):
-            must = f"; it must be set, and {comparison.config[k]} gives the paper's sum"
-        else:
-            must = ""
+    for setting in SCALE:
+        if setting not in comparison.config:
+            continue
+        must = ""
+        if _must_be_set(framework.name, comparison, setting):
+            value = comparison.config[setting]
+            must = f"; it must be set, and {value} gives the paper's sum"
         differs.append(
-            f"divided by {k}, a constant that the learning rate takes up{must}"
+            f"divided by {setting}, a constant that the learning rate takes up{must}"
         )
-    differs += [
-        f"in micro-batches: {_with_size(e)}" for e in split if e not in in_one_call
-    ]
-    if coupled := get(comparison.objective).batch_coupled:
-        return [*differs, _by_itself(coupled, _effects(get(comparison.objective))[1])]
+    for e in split:
+        if e not in in_one_call:
+            differs.append(f"in micro-batches: {_with_size(e)}")
+    objective = get(comparison.objective)
+    if coupled := objective.batch_coupled:
+        differs.append(_by_itself(coupled, _effects(objective)[1]))
+        return differs
     # the audit splits its batch at the papers' settings alone
-    if not any(
-        x.setting == "paper"
-        and (x.label, x.promise) == (comparison.label, comparison.promise)
-        for x in framework.comparisons
-    ):
+    at_papers_settings = {
+        (c.label, c.promise) for c in framework.comparisons if c.setting == "paper"
+    }
+    if (comparison.label, comparison.promise) not in at_papers_settings:
         differs.append("in micro-batches: not measured")
     return differs
 
@@ -381,11 +385,12 @@ def _entries_of(
     call, or in micro-batches.
     """
     key = (comparison.label, comparison.promise, in_micro_batches)
-    return [
-        e
-        for e in entries
-        if key in {(x.loss, x.held_against, x.micro_batches > 1) for x in e.evidence}
-    ]
+    found = []
+    for e in entries:
+        measured = {(x.loss, x.held_against, x.micro_batches > 1) for x in e.evidence}
+        if key in measured:
+            found.append(e)
+    return found
 
 
 def _severity_left(comparison: Comparison, entries: list[Entry]) -> tuple[int, int]:
@@ -436,17 +441,12 @@ def _advantages(
     if not is_measured:
         return f"{kind}: {recorded['set']}; read in the source, not measured", []
     row = f"advantages:{recorded['audited']}"
-    matching = [
-        e
-        for e in entries
-        if any(
-            (x.loss, x.held_against.split(", ")[0]) == (row, objective.adv)
-            for x in e.evidence
-        )
-    ]
-    return f"{kind}: {recorded['set']}", [
-        f"in the advantages: {_with_size(e)}" for e in matching
-    ]
+    differs = []
+    for e in entries:
+        measured = {(x.loss, x.held_against.split(", ")[0]) for x in e.evidence}
+        if (row, objective.adv) in measured:
+            differs.append(f"in the advantages: {_with_size(e)}")
+    return f"{kind}: {recorded['set']}", differs
 
 
 # ---- upref's plug-in -----------------------------------------------------------------

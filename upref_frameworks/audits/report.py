@@ -89,12 +89,15 @@ def report(name: str, key: str) -> str:
             f"**Size**: {SEVERITY[e.severity]}; {e.size} (`upref audit {name}` says which batch is typical).",
             "",
         ]
-    told = f'"{e.words}" ({e.link})' if e.words else "not in any searched text"
+    told = "not in any searched text"
+    if e.words:
+        told = f'"{e.words}" ({e.link})'
     lines += [f"**Documented**: {told}. Searched: {e.searched}.  "]
     lines.append(f"**Thread**: {e.thread or 'none found'}  ")
     if e.fixed:
         lines.append(f"**Fixed in**: {e.fixed}  ")
-    lines += [f"**Proposed fix**: {e.fix}."] if e.fix else []
+    if e.fix:
+        lines.append(f"**Proposed fix**: {e.fix}.")
     if e.twice or e.status in ("documented choice", "numerical"):
         readers = ""
     else:
@@ -256,16 +259,17 @@ def _tables_of_defaults(
     """Return the lines of the tables [defaults.MODE]. What all modes share stands in
     [defaults.every]; an empty table has no lines.
     """
-    each = list(defaults.values())
+    fields_of_modes = list(defaults.values())
     shared = {}
-    if each:
-        shared = {k: v for k, v in each[0].items() if all(d.get(k) == v for d in each)}
-    unshared = {
-        mode: {k: v for k, v in fields.items() if k not in shared}
-        for mode, fields in defaults.items()
-    }
+    if fields_of_modes:
+        for field, value in fields_of_modes[0].items():
+            if all(fields.get(field) == value for fields in fields_of_modes):
+                shared[field] = value
+    tables = {"every": shared}
+    for mode, fields in defaults.items():
+        tables[mode] = {k: v for k, v in fields.items() if k not in shared}
     lines = []
-    for mode, fields in ({"every": shared} | unshared).items():
+    for mode, fields in tables.items():
         if fields:
             values = [f"{k} = {_toml(v)}" for k, v in fields.items()]
             lines += [f"[defaults.{mode}]", *values, ""]
@@ -276,14 +280,16 @@ def _tables_of_deviations(audit: Audit) -> list[str]:
     """Return the lines of a table [[deviation]] for each reason of the audit that has
     evidence which is not recorded.
     """
-    known = {(e.reason, x) for e in audit.entries for x in e.evidence}
-    new: dict[str, list[str]] = {}
+    known = {(e.reason, evidence) for e in audit.entries for evidence in e.evidence}
+    new: dict[str, list[str]] = {}  # reason -> lines of its evidence
     sizes: dict[str, list[FaultEffect]] = {}
     for row in audit.rows:
         for (words, spot), effect in zip(row.reasons, row.effects, strict=True):
             sizes.setdefault(words, []).append(effect)
-            if (words, x := as_evidence(row, spot)) not in known:
-                new.setdefault(words, []).append(f"    {{ {_line_of_evidence(x)} }},")
+            found = as_evidence(row, spot)
+            if (words, found) not in known:
+                line = f"    {{ {_line_of_evidence(found)} }},"
+                new.setdefault(words, []).append(line)
     lines = []
     for words, evidence in new.items():
         size = most_severe(sizes[words])

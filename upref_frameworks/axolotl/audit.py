@@ -79,18 +79,16 @@ def _defaults(mode: str) -> dict[str, Any]:
     [config] = [
         n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "GRPOConfig"
     ]
-    fields = {
-        ast.unparse(n.target): n.value
-        for n in config.body
-        if isinstance(n, ast.AnnAssign)
-    }
-    default_nodes = {
-        k: kw.value
-        for k in READ
-        for kw in getattr(fields[k], "keywords", ())
-        if kw.arg == "default"
-    }
-    return {k: ast.literal_eval(v) for k, v in default_nodes.items()}
+    values = {}  # field -> what it is assigned, field(default=...)
+    for statement in config.body:
+        if isinstance(statement, ast.AnnAssign):
+            values[ast.unparse(statement.target)] = statement.value
+    defaults = {}
+    for field in READ:
+        for keyword in getattr(values[field], "keywords", ()):
+            if keyword.arg == "default":
+                defaults[field] = ast.literal_eval(keyword.value)
+    return defaults
 
 
 def _loss(

@@ -81,10 +81,8 @@ def read(path: Path) -> RecordedBatch:
     """
     rows: list[dict[str, Any]] = []
     with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file):
-            rows.append(
-                _columns_of_line(json.loads(line), f"{path}, line {number + 1}")
-            )
+        for number, line in enumerate(file, 1):
+            rows.append(_columns_of_line(json.loads(line), f"{path}, line {number}"))
     if not rows:
         raise InputError(f"{path} is empty: NeMo-RL writes one response a line.")
     shared = set.intersection(*(set(row) for row in rows))
@@ -95,9 +93,8 @@ def read(path: Path) -> RecordedBatch:
         if name == "reward":
             columns[name] = np.array(values)
         else:
-            columns[name] = np.stack(
-                [np.pad(value, (0, width - len(value))) for value in values]
-            )
+            padded = [np.pad(value, (0, width - len(value))) for value in values]
+            columns[name] = np.stack(padded)
     if "old" in columns and not (columns["old"] * columns["mask"]).any():
         del columns["old"]
     columns["group"] = _groups(columns["ids"], columns["mask"])
@@ -121,10 +118,9 @@ def _columns_of_line(line: dict[str, Any], where: str) -> dict[str, Any]:
                 f"{where} lacks {key}: NeMo-RL writes it into each line; was the file altered?"
             )
     ids = np.array(_without_batch_axis(line["token_ids"]), dtype=np.int64)
-    mask = np.array(_without_batch_axis(line["token_loss_mask"])) * np.array(
-        _without_batch_axis(line["sample_loss_mask"])
-    )
-    columns: dict[str, Any] = {"ids": ids, "mask": mask != 0}
+    token_mask = np.array(_without_batch_axis(line["token_loss_mask"]))
+    sample_mask = np.array(_without_batch_axis(line["sample_loss_mask"]))
+    columns: dict[str, Any] = {"ids": ids, "mask": token_mask * sample_mask != 0}
     for key, name in KEYS.items():
         if key in line and name != "ids":
             value = np.array(_without_batch_axis(line[key]), dtype=np.float64)

@@ -103,10 +103,9 @@ def read(path: Path) -> RecordedBatch:
     held = msgspec.msgpack.decode(path.read_bytes())
     if not isinstance(held, list) or not held:
         raise InputError(f"{path} holds no micro-batch of prime-rl.")
-    parts = [
-        _micro_batch(fields, f"{path}, micro-batch {n}")
-        for n, fields in enumerate(held)
-    ]
+    parts = []
+    for number, fields in enumerate(held):
+        parts.append(_micro_batch(fields, f"{path}, micro-batch {number}"))
     if any(part["rl_weights"] is not None for part in parts):
         for part in parts:
             # prime-rl leaves the weights out where each is 1

@@ -116,16 +116,14 @@ def read(path: Path) -> RecordedBatch:
     lengths = [len(_flat(s["loss_masks"])) for s in samples]
     if sum(lengths) > MOST:
         raise InputError(f"{path} holds {sum(lengths):,} tokens, more than {MOST:,}.")
+    responses = []  # their ids; `tokens` has those of the prompt before them
+    for sample, length in zip(samples, lengths, strict=True):
+        if length:
+            responses.append(_flat(sample["tokens"])[-length:])
     columns: dict[str, Any] = {
         "offsets": torch.tensor([0, *lengths]).cumsum(0),
         "mask": torch.cat([_flat(s["loss_masks"]) for s in samples]),
-        "ids": torch.cat(
-            [
-                _flat(s["tokens"])[-n:]
-                for s, n in zip(samples, lengths, strict=True)
-                if n
-            ]
-        ),
+        "ids": torch.cat(responses),
         "group": _groups(samples, lengths),
     }
     for key, name in COLUMNS.items():
@@ -137,10 +135,9 @@ def read(path: Path) -> RecordedBatch:
     if "dp_shards" in held:
         columns |= _layout(held["dp_shards"], samples)
     versions = [s.get("weight_versions") for s in samples]
-    if all(v and str(v[0]).isdigit() for v in versions):
-        columns["version"] = torch.tensor(
-            [min(int(x) for x in v) for v in versions if v]
-        )
+    if all(own and str(own[0]).isdigit() for own in versions):
+        oldest = [min(int(version) for version in own) for own in versions if own]
+        columns["version"] = torch.tensor(oldest)
     meta = {"framework": framework, PROMPTS_READ: "responses with equal prompts"}
     return make_batch(
         columns, file=str(path), step=int(held["rollout_id"]), meta=meta, hints=HINTS
@@ -185,17 +182,17 @@ def _samples_of_rank(data: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     no value for each sample are left out, and so is `raw_reward`. Raise InputError
     where there are no tokens.
     """
-    n = len(data["loss_masks"])
-    columns = {
-        k: v
-        for k, v in data.items()
-        if isinstance(v, list | tuple) and len(v) == n and k != "raw_reward"
-    }
+    count = len(data["loss_masks"])
+    columns = {}
+    for name, values in data.items():
+        is_of_samples = isinstance(values, list | tuple) and len(values) == count
+        if is_of_samples and name != "raw_reward":
+            columns[name] = values
     if "tokens" not in columns:
         raise InputError(
             f"{path} lacks tokens: give the files of ranks of the last pipeline stage."
         )
-    return [{k: v[i] for k, v in columns.items()} for i in range(n)]
+    return [{name: values[i] for name, values in columns.items()} for i in range(count)]
 
 
 def _groups(samples: list[dict[str, Any]], lengths: list[int]) -> Tensor:
@@ -245,4 +242,6 @@ def _layout(
             for member in members:
                 micro[place[partition[member]]] = number
             number += 1
-    return {"rank": rank} | ({"micro": micro} if bool((micro >= 0).all()) else {})
+    if bool((micro >= 0).all()):
+        return {"rank": rank, "micro": micro}
+    return {"rank": rank}

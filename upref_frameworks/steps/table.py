@@ -218,46 +218,42 @@ def command(args: Namespace) -> int:
         stays.
     """
     if args.list:
-        print(
-            *(
-                f"{s.family:16} {s.name}"
-                for s in select_settings(args.trainer, args.only)
-            ),
-            sep="\n",
-        )
+        chosen = select_settings(args.trainer, args.only)
+        print(*(f"{s.family:16} {s.name}" for s in chosen), sep="\n")
         return 0
     before = read_ends(Path(args.against)) if args.against else {}
+
+    def show(outcome: StepOutcome) -> None:
+        """Print an outcome as soon as it is there; nothing for --json."""
+        if not args.json:
+            print(outcome, flush=True)
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # models are tiny: more threads wait for each other
     try:
-        outcomes = run(
-            args.trainer,
-            args.only,
-            lambda outcome: None if args.json else print(outcome, flush=True),
-        )
+        outcomes = run(args.trainer, args.only, show)
     finally:
         torch.set_num_threads(threads)
     if args.json:
-        records = [
-            {k: v for k, v in asdict(outcome).items() if k != "seconds"}
-            for outcome in outcomes
-        ]
+        records = []
+        for outcome in outcomes:
+            record = asdict(outcome)
+            del record["seconds"]  # which differ from run to run
+            records.append(record)
         print(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
     else:
         print(_summary(outcomes))
+    upref_failed = any(outcome.broken for outcome in outcomes)
     if args.against:
         changes = changed_ends(before, outcomes)
         print(*changes, sep="\n", file=sys.stderr)
-        if any(outcome.broken for outcome in outcomes):
+        if upref_failed:
             return 2
         return 1 if changes else 0
     if any(outcome.differs for outcome in outcomes):
         return 1
-    if any(outcome.agrees for outcome in outcomes) and not any(
-        outcome.broken for outcome in outcomes
-    ):
-        return 0
-    return 2
+    some_agree = any(outcome.agrees for outcome in outcomes)
+    return 0 if some_agree and not upref_failed else 2
 
 
 def read_ends(path: Path) -> dict[tuple[str, str], str]:

@@ -399,16 +399,16 @@ def _batch(rows: Sequence[Row], temperature: float, settings: Any) -> Any:
     from verl.workers.utils.padding import left_right_2_no_padding
 
     batch = Padded.of(rows)
-    P = max(len(r.prompt) for r in rows)
+    prompt_width = max(len(row.prompt) for row in rows)
     width = batch.mask.shape[1]
-    prompts = torch.tensor([[0] * (P - len(r.prompt)) + r.prompt for r in rows])
-    responses = torch.tensor(
-        [r.response + [0] * (width - len(r.response)) for r in rows]
-    )
-    before = torch.tensor(
-        [[0] * (P - len(r.prompt)) + [1] * len(r.prompt) for r in rows]
-    )
-    attention = torch.cat([before, batch.is_token.long()], 1)
+    prompts = torch.zeros(len(rows), prompt_width, dtype=torch.long)
+    is_prompt = torch.zeros_like(prompts)
+    responses = torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        prompts[i, prompt_width - len(row.prompt) :] = torch.tensor(row.prompt)
+        is_prompt[i, prompt_width - len(row.prompt) :] = 1
+        responses[i, : len(row.response)] = torch.tensor(row.response)
+    attention = torch.cat([is_prompt, batch.is_token.long()], 1)
     tensors = {
         "prompts": prompts,
         "responses": responses,
@@ -418,11 +418,10 @@ def _batch(rows: Sequence[Row], temperature: float, settings: Any) -> Any:
         "response_mask": batch.mask.long(),
         "advantages": batch.adv.float(),
     }
-    tensors |= {
-        k: v.float()
-        for k, v in {"old_log_probs": batch.old, "ref_log_prob": batch.ref}.items()
-        if v is not None
-    }
+    if batch.old is not None:
+        tensors["old_log_probs"] = batch.old.float()
+    if batch.ref is not None:
+        tensors["ref_log_prob"] = batch.ref.float()
     size = settings.ppo_mini_batch_size * settings.rollout_n
     plain = dict(
         temperature=temperature,
@@ -446,28 +445,29 @@ def _restored(model: nn.Module) -> Iterator[None]:
     """Undo at the end what verl replaces in the model's classes and modules of
     transformers. Otherwise the reference would be patched too.
     """
-    classes = {
-        c
-        for m in model.modules()
-        for c in type(m).__mro__
-        if c.__module__.startswith("transformers.")
-    }
-    kept = {c: dict(vars(c)) for c in classes}
-    modules = {c.__module__ for c in classes} | {
-        "transformers.integrations.flash_attention"
-    }
-    names = {m: dict(vars(sys.modules[m])) for m in modules if m in sys.modules}
+    classes = set()
+    for layer in model.modules():
+        for base in type(layer).__mro__:
+            if base.__module__.startswith("transformers."):
+                classes.add(base)
+    modules = {cls.__module__ for cls in classes}
+    modules.add("transformers.integrations.flash_attention")
+    attributes_before = {cls: dict(vars(cls)) for cls in classes}
+    names_before = {}  # of modules
+    for module in modules:
+        if module in sys.modules:
+            names_before[module] = dict(vars(sys.modules[module]))
     try:
         yield
     finally:
-        for c, before in kept.items():
-            for k, v in vars(c).copy().items():
-                if k not in before:
-                    delattr(c, k)
-                elif before[k] is not v:
-                    setattr(c, k, before[k])
-        for m, before in names.items():
-            vars(sys.modules[m]).update(before)
+        for cls, before in attributes_before.items():
+            for name, value in vars(cls).copy().items():
+                if name not in before:
+                    delattr(cls, name)
+                elif before[name] is not value:
+                    setattr(cls, name, before[name])
+        for module, before in names_before.items():
+            vars(sys.modules[module]).update(before)
 
 
 if __name__ == "__main__":

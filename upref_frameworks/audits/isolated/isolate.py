@@ -66,12 +66,7 @@ class _FinderOfAllowed:
         module that is elsewhere than in the folders, the standard library and upref's
         dependencies.
         """
-        found = (
-            f.find_spec(name, path, target)
-            for f in self.finders
-            if hasattr(f, "find_spec")
-        )
-        spec = next((s for s in found if s is not None), None)
+        spec = self._first_spec(name, path, target)
         is_submodule = path is not None
         is_known = name in sys.stdlib_module_names or name in self.known
         if spec is None or is_submodule or is_known:
@@ -81,6 +76,16 @@ class _FinderOfAllowed:
         in_stdlib = where[0].startswith(STDLIB) and "-packages" not in where[0]
         in_folders = any(w.startswith(self.paths) for w in where)
         return spec if in_stdlib or in_folders else None
+
+    def _first_spec(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
+        """Return what the first finder that knows the module finds; None without one."""
+        for finder in self.finders:
+            if not hasattr(finder, "find_spec"):
+                continue
+            spec: ModuleSpec | None = finder.find_spec(name, path, target)
+            if spec is not None:
+                return spec
+        return None
 
     def invalidate_caches(self) -> None:
         """Have the finders forget which files they found."""
@@ -102,15 +107,15 @@ def _modules_of_upref() -> set[str]:
             needs = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
             continue
-        todo += [
-            m[0]
-            for r in needs
-            if "extra ==" not in r and (m := re.match(r"[\w.-]+", r))
-        ]
-    tops = importlib.metadata.packages_distributions()
-    return {"upref", "upref_frameworks"} | {
-        top for top, of in tops.items() if {normalize(d) for d in of} & packages
-    }
+        for requirement in needs:
+            found = re.match(r"[\w.-]+", requirement)
+            if found and "extra ==" not in requirement:
+                todo.append(found[0])
+    modules = {"upref", "upref_frameworks"}
+    for module, owners in importlib.metadata.packages_distributions().items():
+        if {normalize(owner) for owner in owners} & packages:
+            modules.add(module)
+    return modules
 
 
 # ---- packages without their __init__ -------------------------------------------------
