@@ -33,13 +33,11 @@ def _learn(args: argparse.Namespace) -> int:
     without a lesson, list all. The status is 1 for a wrong answer.
     """
     here = Path.cwd()
-    if (
-        args.lesson
-        and sys.stderr.isatty()
-        and (here / f"lesson{args.lesson:02d}.py").exists()
-    ):
-        # before torch is imported
-        print(f"checking lesson{args.lesson:02d}.py ...", file=sys.stderr)
+    if args.lesson and sys.stderr.isatty():
+        file = f"lesson{args.lesson:02d}.py"
+        if (here / file).exists():
+            # before torch is imported, which takes seconds
+            print(f"checking {file} ...", file=sys.stderr)
     if args.lesson is None:
         return _list_exercises(args, here)
     from upref.cli.output import answer

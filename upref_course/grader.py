@@ -192,13 +192,12 @@ def _has_hole(exercise: Exercise, file: Path) -> bool:
     """
     for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(function, ast.FunctionDef) and function.name == exercise.function:
-            values = [
-                n.value
-                for n in ast.walk(function)
-                if isinstance(n, ast.Return | ast.Assign)
-            ]
-            return any(
-                isinstance(value, ast.Constant) and value.value is ...
-                for value in values
-            )
+            return any(_is_hole(node) for node in ast.walk(function))
     return False
+
+
+def _is_hole(node: ast.AST) -> bool:
+    """Return whether a node is a statement that returns or assigns `...`."""
+    if not isinstance(node, ast.Return | ast.Assign):
+        return False
+    return isinstance(node.value, ast.Constant) and node.value.value is ...

@@ -153,33 +153,37 @@ def outcome(
         return ValueAndGradient(
             amiss=f"it returns {describe(answer)}, a tensor that does not hold its numbers"
         )
+    value = answer.detach() if isinstance(answer, Tensor) else answer
     if not exercise.gradient:
-        return ValueAndGradient(
-            value=answer.detach() if isinstance(answer, Tensor) else answer
-        )
-    if not isinstance(answer, Tensor):
-        return ValueAndGradient(
-            amiss=f"it returns a {type(answer).__name__}, not a tensor: so there is no gradient"
-        )
-    if answer.numel() != 1 and not exercise.value:
-        return ValueAndGradient(
-            amiss=f"it returns {answer.numel()} numbers, {list(answer.shape)}: reduce them to one"
-        )
-    if not answer.requires_grad:
-        return ValueAndGradient(
-            amiss="the result has no gradient: it is detached, or does not depend on "
-            + exercise.gradient
-        )
-    (g,) = torch.autograd.grad(
+        return ValueAndGradient(value=value)
+    if amiss := _why_no_gradient(exercise, answer):
+        return ValueAndGradient(amiss=amiss)
+    (gradient,) = torch.autograd.grad(
         answer.sum(), inputs[exercise.gradient], allow_unused=True
     )
-    if g is None:
+    if gradient is None:
         return ValueAndGradient(
             amiss=f"the result does not depend on {exercise.gradient}"
         )
-    return ValueAndGradient(
-        value=answer.detach() if exercise.value else None, gradient=g
-    )
+    if not exercise.value:  # the gradient alone is compared
+        return ValueAndGradient(gradient=gradient)
+    return ValueAndGradient(value=value, gradient=gradient)
+
+
+def _why_no_gradient(exercise: Exercise, answer: Any) -> str:
+    """Return in words why an answer has no gradient that can be compared; "" where it
+    may have one.
+    """
+    if not isinstance(answer, Tensor):
+        return f"it returns a {type(answer).__name__}, not a tensor: so there is no gradient"
+    if answer.numel() != 1 and not exercise.value:
+        return f"it returns {answer.numel()} numbers, {list(answer.shape)}: reduce them to one"
+    if not answer.requires_grad:
+        return (
+            "the result has no gradient: it is detached, or does not depend on "
+            + exercise.gradient
+        )
+    return ""
 
 
 def equal(one: ValueAndGradient, other: ValueAndGradient) -> bool:
@@ -206,7 +210,8 @@ def _same(x: Any, y: Any) -> bool:
     if isinstance(x, str) or isinstance(y, str) or x is None or y is None:
         return x is y or x == y
     try:
-        x, y = (torch.as_tensor(v, dtype=torch.float64).squeeze() for v in (x, y))
+        x = torch.as_tensor(x, dtype=torch.float64).squeeze()
+        y = torch.as_tensor(y, dtype=torch.float64).squeeze()
     except (TypeError, ValueError, RuntimeError, OverflowError, RecursionError):
         return False
     return x.shape == y.shape and torch.allclose(
@@ -255,11 +260,10 @@ def judge_function(exercise: Exercise, fn: Callable[..., Any]) -> ExerciseVerdic
     """
     yours = _outcomes_of_student(exercise, fn)
     right = [outcome(exercise, exercise.right, batch) for batch in exercise.batches]
-    wrong = [
-        at
-        for at, (expected, found) in enumerate(zip(right, yours, strict=True))
-        if not equal(found, expected)
-    ]
+    wrong = []  # the numbers of the wrong batches
+    for at, (expected, found) in enumerate(zip(right, yours, strict=True)):
+        if not equal(found, expected):
+            wrong.append(at)
     if wrong:
         return _judge_wrong_batch(exercise, wrong, right[wrong[0]], yours)
     report = exercise.proof(fn) if exercise.proof else None
@@ -288,9 +292,8 @@ def _outcomes_of_student(
         try:
             outcomes.append(call_guarded(name, run)[0])
         except InputError as error:
-            slip = next(
-                (told for said, told in SLIPS.items() if said in str(error)), ""
-            )
+            slips = [told for said, told in SLIPS.items() if said in str(error)]
+            slip = slips[0] if slips else ""
             raise InputError(
                 f"{slip}{error}, on the batch {_call_as_python(exercise, batch, '; ')}"
             ) from error
@@ -460,14 +463,13 @@ def _known_mistake(
         """Return on how many batches the mistake gives these numbers; None where it is
         not known by them.
         """
-        alike = [
-            equal(x, outcome(exercise, fault.change, batch))
-            for x, batch in zip(yours, exercise.batches, strict=True)
-        ]
-        is_distinctive = any(
-            same and (x.gradient is None or x.gradient.any())
-            for same, x in zip(alike, yours, strict=True)
-        )
+        alike = []  # of each batch
+        is_distinctive = False
+        for own, batch in zip(yours, exercise.batches, strict=True):
+            is_same = equal(own, outcome(exercise, fault.change, batch))
+            alike.append(is_same)
+            if is_same and (own.gradient is None or own.gradient.any()):
+                is_distinctive = True
         fits_needed = all(alike[at] for at in needed)
         is_known = fits_needed and (is_distinctive or all(alike))
         return sum(alike) if is_known else None
@@ -514,32 +516,38 @@ def pattern(right: ValueAndGradient, yours: ValueAndGradient) -> str:
         The shape, NaN, zeros, the sign or a constant factor; "" where it is none of
         these.
     """
-    for want, got in ((right.gradient, yours.gradient), (right.value, yours.value)):
-        if not (isinstance(want, Tensor) and isinstance(got, Tensor)) or _same(
-            want, got
-        ):
-            continue
-        if want.shape != got.shape:
-            return (
-                f"the shape is {list(got.shape)} where it should be {list(want.shape)}"
-            )
-        if got.isnan().any():
-            return "there is a NaN: 0/0, 0 * inf, or something that was masked too late"
-        if not got.any():
-            return "everything is 0" + (
-                ": the gradient cancels, or is cut" if want is right.gradient else ""
-            )
-        if _same(-want, got):
-            return "every sign is the wrong way round"
-        factor = (got / want)[want != 0]
-        if (
-            factor.numel()
-            and torch.allclose(factor, factor[:1].expand_as(factor), rtol=TOL)
-            and _same(got, want * factor[0])
-        ):
-            times = factor[0].item()
-            digits = 4 if abs(times - 1) > 1e-3 else 8  # four would print 1
-            return f"every number is {times:.{digits}g} times what it should be"
+    if words := _pattern_of(right.gradient, yours.gradient):
+        if words == ALL_ZERO:
+            words += ": the gradient cancels, or is cut"
+        return words
+    return _pattern_of(right.value, yours.value)
+
+
+ALL_ZERO = "everything is 0"
+
+
+def _pattern_of(want: Any, got: Any) -> str:
+    """Say in words how the numbers of two tensors differ; "" where they are the same, in
+    no way that has words, or one of them is no tensor.
+    """
+    if not (isinstance(want, Tensor) and isinstance(got, Tensor)) or _same(want, got):
+        return ""
+    if want.shape != got.shape:
+        return f"the shape is {list(got.shape)} where it should be {list(want.shape)}"
+    if got.isnan().any():
+        return "there is a NaN: 0/0, 0 * inf, or something that was masked too late"
+    if not got.any():
+        return ALL_ZERO
+    if _same(-want, got):
+        return "every sign is the wrong way round"
+    factors = (got / want)[want != 0]
+    if not factors.numel():
+        return ""
+    is_constant = torch.allclose(factors, factors[:1].expand_as(factors), rtol=TOL)
+    if is_constant and _same(got, want * factors[0]):
+        times = factors[0].item()
+        digits = 4 if abs(times - 1) > 1e-3 else 8  # four would print 1
+        return f"every number is {times:.{digits}g} times what it should be"
     return ""
 
 

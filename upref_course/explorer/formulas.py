@@ -96,11 +96,11 @@ def formulas() -> dict[str, dict[str, Any]]:
         Name -> record: of every registered objective that sympy reads, and of UP of
         each that is not UP itself.
     """
-    read = [n for n in names() if not obstacle_of(get(n))]
-    return {
-        n: record(get(n))
-        for n in [*read, *(f"up({n})" for n in read if not get(n).is_up)]
-    }
+    drawn = [name for name in names() if not obstacle_of(get(name))]
+    for name in [*drawn]:
+        if not get(name).is_up:
+            drawn.append(f"up({name})")
+    return {name: record(get(name)) for name in drawn}
 
 
 def obstacles() -> dict[str, str]:
@@ -109,7 +109,8 @@ def obstacles() -> dict[str, str]:
     Returns:
         Name -> why.
     """
-    return {n: why for n in names() if (why := obstacle_of(get(n)))}
+    whys = {name: obstacle_of(get(name)) for name in names()}
+    return {name: why for name, why in whys.items() if why}
 
 
 def obstacle_of(objective: Objective) -> str:
@@ -131,22 +132,23 @@ def record(objective: Objective) -> dict[str, Any]:
         `w` and the functions in `edges` are JavaScript; all else is JSON.
     """
     w = weight(objective)
+    edges = []
+    for edge in breakpoints(w, R):
+        # bounds that hyperparameters or mu move; none that depends on r itself
+        if edge.free_symbols and not edge.has(R):
+            edges.append([_label(edge), f"(mu, h) => {javascript(edge)}"])
+    hp = {}
+    for name, value in _surrogate_hyperparameters(objective).items():
+        hp[name] = _hyperparameter(name, value, objective.defaults.get(name, ""))
     return {
         "w": f"(r, A, mu, h) => {javascript(w)}",
-        "edges": [
-            [_label(e), f"(mu, h) => {javascript(e)}"]
-            for e in breakpoints(w, R)
-            if e.free_symbols and not e.has(R)
-        ],
+        "edges": edges,
         "readsMu": objective.reads_mu,
         "level": objective.level,
         "equation": objective.equation,
         "source": objective.source,
         "note": objective.note,
-        "hp": {
-            k: _hyperparameter(k, v, objective.defaults.get(k, ""))
-            for k, v in _surrogate_hyperparameters(objective).items()
-        },
+        "hp": hp,
     }
 
 
@@ -162,9 +164,9 @@ def weight(objective: Objective) -> Expr:
     lp, lp_old = Symbol("lp", real=True), Symbol("lp_old", real=True)
     hp = {k: Symbol(k, positive=True) for k in _surrogate_hyperparameters(objective)}
     J = symbolic_J(objective, A, [lp], [lp_old], hp)
-    return _without_overflow(
-        forget_sg(J.diff(lp)).subs({lp: log(MU) + log(R), lp_old: log(MU)})
-    )
+    derivative = forget_sg(J.diff(lp))
+    of_ratio = derivative.subs({lp: log(MU) + log(R), lp_old: log(MU)})
+    return _without_overflow(of_ratio)
 
 
 class Sigmoid(sympy.Function):  # type: ignore[misc]  # sympy has no types
@@ -181,11 +183,13 @@ def _without_overflow(expr: Expr) -> Expr:
     def replace_in(product: Any) -> Any:
         """Return a product with the replacement, or unchanged."""
         for power in product.args:
-            if power.is_Pow and power.exp == -2 and power.base.is_Add:
-                for e in product.args:
-                    if isinstance(e, sympy.exp) and power.base == 1 + e:
-                        v = e.args[0]
-                        return product / (power * e) * Sigmoid(v) * Sigmoid(-v)
+            if not (power.is_Pow and power.exp == -2 and power.base.is_Add):
+                continue
+            for factor in product.args:
+                if isinstance(factor, sympy.exp) and power.base == 1 + factor:
+                    v = factor.args[0]
+                    rest = product / (power * factor)
+                    return rest * Sigmoid(v) * Sigmoid(-v)
         return product
 
     return expr.replace(lambda e: e.is_Mul, replace_in)

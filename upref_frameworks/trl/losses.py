@@ -292,9 +292,12 @@ def trl_loss(
         return x if padding is None else torch.where(batch.mask, x, padding)
 
     old = padded(batch.logp_old)
-    adv = padded(
-        batch.adv.expand_as(batch.mask) if batch.adv.ndim == 2 else batch.adv[:, None]
-    )
+    if batch.adv.ndim == 2:
+        adv = padded(batch.adv.expand_as(batch.mask))
+    else:
+        adv = padded(batch.adv[:, None])
+    # without a reference policy, its log-probabilities are the old ones
+    ref = padded(old if batch.logp_ref is None else batch.logp_ref)
     prompt = torch.zeros(rows, 1, dtype=torch.int64)
     tokens = batch.mask.long()
     inputs = {
@@ -304,15 +307,14 @@ def trl_loss(
         "completion_mask": tokens,
         "advantages": adv if token_advantages(cls) else per_response(adv, batch.mask),
         "old_per_token_logps": old,
-        "ref_per_token_logps": padded(
-            old if batch.logp_ref is None else batch.logp_ref
-        ),
+        "ref_per_token_logps": ref,
         "num_items_in_batch": torch.tensor(int(totals.tokens)),
     }
     if is_rloo(cls):
         # as _generate_and_score_completions does
         inputs["old_logps"] = (old * tokens).sum(1)
-    inputs = change(inputs) if change else inputs
+    if change:
+        inputs = change(inputs)
     entropy = torch.ones_like(old) if batch.entropy is None else padded(batch.entropy)
     kept_terms: list[Tensor] = []
     accelerator = trainer.accelerator
@@ -530,7 +532,10 @@ def make_loss(
 
     def settings(hp: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of the trainer's config at these hyperparameters."""
-        return (settings_for(mode, objective, hp) if matched else {}) | (fields or {})
+        own = dict(fields or {})
+        if not matched:
+            return own
+        return settings_for(mode, objective, hp) | own
 
     def call_with(change: Any) -> Callable[..., Tensor]:
         """Return the call with inputs that are changed in this way."""

@@ -199,12 +199,15 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is untyped here
         self._forward = ()
         mode = "train" if self.model.training else "eval"
         mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
-        lp_old = inputs.get("old_per_token_logps")
         lp = clamp_log_probs(lp)
-        # None: the policy has not moved
-        lp_old = lp.detach() if lp_old is None else clamp_log_probs(lp_old)
+        lp_old = inputs.get("old_per_token_logps")
+        if lp_old is None:  # the policy has not moved
+            lp_old = lp.detach()
+        else:
+            lp_old = clamp_log_probs(lp_old)
         A = inputs["advantages"]
-        A = A[:, None] if A.ndim == 1 else A
+        if A.ndim == 1:
+            A = A[:, None]
         if self.objective.one_adv and not one_per_response(A, mask):
             raise InputError(
                 f"upref/{self.objective.name} needs one advantage per response, and the tokens of one differ: choose "
@@ -212,8 +215,9 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is untyped here
             )
         totals, ranks = self._totals(inputs, mask, mode)
         weights = inputs.get("importance_sampling_ratio")
+        if weights is not None:
+            weights = weights.expand_as(mask)
         engine = None
-        weights = None if weights is None else weights.expand_as(mask)
         if self.objective.sampler is not None:  # it corrects for the sampler itself
             weights = None
             engine = clamp_log_probs(inputs["sampling_per_token_logps"])
@@ -234,16 +238,21 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is untyped here
                 dp_size=ranks,
                 is_weights=weights,
             )
-            optional = {"entropy": H, "logp_sampler": engine}
-            metrics |= self.monitor(
-                loss, batch | {k: v for k, v in optional.items() if v is not None}, hp
-            )
+            if H is not None:
+                batch["entropy"] = H
+            if engine is not None:
+                batch["logp_sampler"] = engine
+            metrics |= self.monitor(loss, batch, hp)
         metrics |= live(self.objective, lp, lp_old, A, mask, hp, H, engine)
         self._log_over_ranks(metrics, mode)
         if self.beta:
             ref = inputs["ref_per_token_logps"]
-            seen = (torch.where(mask, x, 0) for x in (lp, ref, lp_old))
-            kl = per_token(self.objective.kl, *seen)
+            kl = per_token(
+                self.objective.kl,
+                torch.where(mask, lp, 0),
+                torch.where(mask, ref, 0),
+                torch.where(mask, lp_old, 0),
+            )
             loss = loss + self.beta * ranks * aggregate(
                 kl, mask, self.objective.agg, totals=totals
             )

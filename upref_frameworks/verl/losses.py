@@ -314,7 +314,9 @@ def make_loss(
 
     def settings(hp: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of verl's actor at these hyperparameters."""
-        return (settings_for(objective, hp) if matched else {}) | all_settings
+        if not matched:
+            return dict(all_settings)
+        return settings_for(objective, hp) | all_settings
 
     def call_corrected(full: dict[str, Any], moved: dict[str, Any]) -> Tensor:
         """Return verl's loss of a batch with weights of a rollout correction."""
@@ -336,16 +338,19 @@ def make_loss(
                 have.
         """
         batch = Bare(
-            **{k: full[k] for k in ("logp", "logp_old", "mask", "totals", "adv")}
+            logp=full["logp"],
+            logp_old=full["logp_old"],
+            mask=full["mask"],
+            totals=full["totals"],
+            adv=full["adv"],
         )
-        use = {"loss_agg_mode": default_fields()["loss_agg_mode"]} | settings(
-            hp | moved
-        )
+        use = settings(hp | moved)
+        agg = use.pop("loss_agg_mode", default_fields()["loss_agg_mode"])
         try:
             return verl_loss(
                 mode,
                 batch,
-                use.pop("loss_agg_mode"),
+                agg,
                 padding=None,
                 ranks=full["ranks"],
                 is_weights=is_weights,
@@ -363,20 +368,18 @@ def make_loss(
         f"verl's contract: {describe_fields(settings(hp))}; global_batch_info carries the counts of the mini-batch, so "
         "that the losses of its micro-batches add up; masked slots hold finite numbers",
     )
+    plain: Loss | None = None
     if matched and isinstance(mode, str):
         plain = make_loss(name, mode, objective, hp, None, matched=False)
-    else:
-        plain = None
     ways: tuple[OtherInputs, ...] = ()
     if mode != "bypass_mode":  # which computes the weights itself
-        ways = (
-            OtherInputs(
-                "rollout_is_weights, one for each response",
-                call_corrected,
-                "verl's rollout correction must multiply each response's gradient by them",
-                factor=_correction_of,
-            ),
+        with_weights = OtherInputs(
+            "rollout_is_weights, one for each response",
+            call_corrected,
+            "verl's rollout correction must multiply each response's gradient by them",
+            factor=_correction_of,
         )
+        ways = (with_weights,)
     loss = Loss(
         name,
         call,
