@@ -39,7 +39,9 @@ def _closing_name(mine: Any, other: Any) -> str:
     as few as possible; "" where those tried do not, or `mine` is no name of a loss of
     verl or TRL.
     """
-    framework, _, mode = mine.partition(":") if isinstance(mine, str) else ("", "", "")
+    if not isinstance(mine, str):
+        return ""
+    framework, _, mode = mine.partition(":")
     if framework not in ("verl", "trl"):
         return ""
     base, *given = mode.split(",")

@@ -450,6 +450,35 @@ def _advantages(
 
 
 # ---- upref's plug-in -----------------------------------------------------------------
+def _words_for_no_recipe(
+    objective: Objective, framework: Framework, hp: dict[str, float]
+) -> str:
+    """Say that no loss of the framework is compared with the objective, and which
+    frameworks have a recipe or the plug-in for it.
+    """
+    where_words = " at these settings" if hp else ""
+    at_defaults = " at its defaults" if hp else ""
+    if objective.name in framework.out_of_scope:
+        why = framework.out_of_scope[objective.name]
+        own_words = f" (its own {objective.name}: {why})"
+    else:
+        own_words = _advantages_without_loss(objective, framework.name)
+    possible = []
+    for name in frameworks():
+        if objective.name in covered_objectives(name, {}):
+            possible.append(name)
+    with_plug_in = []
+    for name in PLUG_IN:
+        if name not in possible and not _missing_input(objective, name):
+            with_plug_in.append(f"{name} with upref's plug-in")
+    found = ", ".join([*possible, *with_plug_in]) or "none"
+    return (
+        f"no recipe for {objective.name} in {framework.name}{where_words}: the audit compares "
+        f"the losses of {framework.name} with {', '.join(covered_objectives(framework.name))}{own_words}. "
+        f"Frameworks with a recipe for {objective.name}{at_defaults}: {found}."
+    )
+
+
 def _refuse_without_recipe(
     objective: Objective, framework: Framework, hp: dict[str, float]
 ) -> None:
@@ -458,28 +487,7 @@ def _refuse_without_recipe(
     """
     plug_in_can_run = framework.name in PLUG_IN and not hp
     if not plug_in_can_run:
-        where_words = " at these settings" if hp else ""
-        if objective.name in framework.out_of_scope:
-            own_words = (
-                f" (its own {objective.name}: {framework.out_of_scope[objective.name]})"
-            )
-        else:
-            own_words = _advantages_without_loss(objective, framework.name)
-        with_recipe = [
-            n for n in frameworks() if objective.name in covered_objectives(n, {})
-        ]
-        with_plug_in = [
-            f"{n} with upref's plug-in"
-            for n in PLUG_IN
-            if n not in with_recipe and not _missing_input(objective, n)
-        ]
-        at_defaults = " at its defaults" if hp else ""
-        found = ", ".join([*with_recipe, *with_plug_in]) or "none"
-        raise InputError(
-            f"no recipe for {objective.name} in {framework.name}{where_words}: the audit compares "
-            f"the losses of {framework.name} with {', '.join(covered_objectives(framework.name))}{own_words}. "
-            f"Frameworks with a recipe for {objective.name}{at_defaults}: {found}."
-        )
+        raise InputError(_words_for_no_recipe(objective, framework, hp))
     if missing := _missing_input(objective, framework.name):
         raise InputError(
             f"{objective.name} cannot run in {framework.name}: it needs {INPUT_WORDS[missing]}, "

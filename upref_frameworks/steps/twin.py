@@ -63,7 +63,8 @@ def twin(model: Any, peft_config: Any = None, **how: Any) -> nn.Module:
         attention = how.pop("attn_implementation", None)
         config = _configuration(model, net, how)
         attention = attention or config._attn_implementation  # noqa: SLF001  its public name is of models
-        attention = attention if attention in (None, "eager", "sdpa") else "eager"
+        if attention not in (None, "eager", "sdpa"):
+            attention = "eager"  # others may need a GPU or a package
         small = _shrunk(config)
         if net is not None:
             tiny = type(net)._from_config(small, attn_implementation=attention)  # noqa: SLF001  of any class of theirs
@@ -129,6 +130,46 @@ def _with_small_adapters(tiny: nn.Module, peft_config: Any) -> nn.Module:
     return get_peft_model(tiny, small)
 
 
+def _few_key_value_heads(original: dict[str, Any]) -> dict[str, int]:
+    """Return the number of key and value heads of the twin, whose attention has 4
+    heads: 4 where the original has as many as heads, 1 where it has one for all heads,
+    2 between. {} where the original tells no number.
+    """
+    heads = original.get("num_attention_heads")
+    key_value_heads = original.get("num_key_value_heads")
+    if not (key_value_heads and heads):
+        return {}
+    if key_value_heads == heads:
+        return {"num_key_value_heads": 4}
+    return {"num_key_value_heads": 1 if key_value_heads == 1 else 2}
+
+
+def _two_layers(original: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the original that have a value for each layer, for two
+    layers: its first one, and the first of another kind, if there is one.
+    """
+    layers = next((original[field] for field in LAYERS if original.get(field)), 0)
+    kinds_of_layers = (
+        original.get("layer_types") or original.get("block_types") or [0, 0]
+    )
+    second_layer = 1
+    for i, kind in enumerate(kinds_of_layers):
+        if kind != kinds_of_layers[0]:
+            second_layer = i
+            break
+    changed: dict[str, Any] = {}
+    for field, value in original.items():
+        if not isinstance(value, list):
+            continue
+        # block_types is a pattern that repeats, so it may be shorter than the layers
+        if len(value) == layers > 2 or field == "block_types":
+            changed[field] = [value[0], value[second_layer]]
+    for field in LAYERS:
+        if original.get(field):
+            changed[field] = 2
+    return changed
+
+
 def _shrunk(config: Any) -> Any:
     """Return a copy of the configuration with two layers and small sizes, without
     dropout and without the loss of a router. What is not a size stays.
@@ -145,32 +186,12 @@ def _shrunk(config: Any) -> Any:
         for field, size in sizes.items()
         if original.get(field) is not None or field in always
     }
-    heads = original.get("num_attention_heads")
-    key_value_heads = original.get("num_key_value_heads")
-    if key_value_heads and heads:
-        # as many as heads, one for all heads, or between
-        if key_value_heads == heads:
-            changed["num_key_value_heads"] = 4
-        else:
-            changed["num_key_value_heads"] = 1 if key_value_heads == 1 else 2
-    layers = next((original[field] for field in LAYERS if original.get(field)), 0)
-    kinds_of_layers = (
-        original.get("layer_types") or original.get("block_types") or [0, 0]
-    )
-    # the first layer, and the first of another kind, if there is one
-    second_layer = next(
-        (i for i, kind in enumerate(kinds_of_layers) if kind != kinds_of_layers[0]), 1
-    )
+    changed |= _few_key_value_heads(original)
     for field, value in original.items():
-        # block_types is a pattern that repeats, so it may be shorter than the layers
-        has_length_of_layers = isinstance(value, list) and len(value) == layers > 2
-        is_pattern = isinstance(value, list) and field == "block_types"
         is_dropout = "drop" in field and isinstance(value, float)
-        if has_length_of_layers or is_pattern:
-            changed[field] = [value[0], value[second_layer]]
-        elif is_dropout or field == "router_aux_loss_coef":
+        if is_dropout or field == "router_aux_loss_coef":
             changed[field] = 0.0
-    changed |= {field: 2 for field in LAYERS if original.get(field)}
+    changed |= _two_layers(original)
     # of the weights, which the twin does not load
     dropped = (
         "torch_dtype",

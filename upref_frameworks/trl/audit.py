@@ -210,26 +210,18 @@ def _advantages(trainer: type, **settings: Any) -> Callable[..., Tensor]:
     on the grouped rewards to the one that replaces NaN. `settings` are the attributes of
     the trainer that they read.
     """
-    lines = inspect.getsource(
-        vars(trainer)["_generate_and_score_completions"]
-    ).splitlines()
-    first = next(
-        i
-        for i, x in enumerate(lines)
-        if x.strip().startswith(("mean_grouped_rewards = ", "grouped_rewards"))
-    )
+    method = vars(trainer)["_generate_and_score_completions"]
+    lines = inspect.getsource(method).splitlines()
+    beginnings = ("mean_grouped_rewards = ", "grouped_rewards")
+    first = next(i for i, x in enumerate(lines) if x.strip().startswith(beginnings))
     if "mean_grouped" in lines[first]:  # inside of a branch, which is taken whole
         first = next(
             i for i, x in enumerate(lines) if x.strip().startswith("unscorable_mask = ")
         )
-    last = next(
-        i
-        for i, x in enumerate(lines)
-        if i > first and "advantages = torch.nan_to_num(advantages" in x
-    )
-    code = compile(
-        textwrap.dedent("\n".join(lines[first : last + 1])), trainer.__name__, "exec"
-    )
+    end = "advantages = torch.nan_to_num(advantages"
+    last = next(i for i, x in enumerate(lines) if i > first and end in x)
+    statements = textwrap.dedent("\n".join(lines[first : last + 1]))
+    code = compile(statements, trainer.__name__, "exec")
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
         """Return the advantages that TRL gives these rewards."""
@@ -244,8 +236,8 @@ def _advantages(trainer: type, **settings: Any) -> Callable[..., Tensor]:
             "rewards": R.clone(),
             "rewards_per_func": R.clone()[:, None],
             "device": R.device,
+            "num_generations": int((group == group[0]).sum()),
         }
-        names |= {"num_generations": int((group == group[0]).sum())}
         exec(code, vars(sys.modules[trainer.__module__]) | names, names)
         return torch.as_tensor(names["advantages"])
 

@@ -343,16 +343,17 @@ def refuse_settings(objective: Objective, args: Any) -> None:
     default = {f.name: f.default for f in dataclasses.fields(trl.GRPOConfig)}
     for field, (ours, why) in REPLACED.items():
         value = getattr(args, field, default.get(field))
-        if value != default.get(field):
-            has = [name for name in ours if name in objective.hyperparameters]
-            if has:
-                why = f"write hp={{'{has[0]}': VALUE}}"
-            else:
-                why = why or f"{objective.name} has nothing like it"
-            raise InputError(
-                f"upref/{objective.name} does not read GRPOConfig.{field}={value!r}: leave it at {default[field]!r}; "
-                f"{why}."
-            )
+        if value == default.get(field):
+            continue
+        has = [name for name in ours if name in objective.hyperparameters]
+        if has:
+            why = f"write hp={{'{has[0]}': VALUE}}"
+        elif not why:
+            why = f"{objective.name} has nothing like it"
+        raise InputError(
+            f"upref/{objective.name} does not read GRPOConfig.{field}={value!r}: leave it at {default[field]!r}; "
+            f"{why}."
+        )
     if objective.sampler is not None and not args.use_vllm:
         raise InputError(
             f"{objective.name} corrects for the engine that sampled: set GRPOConfig.use_vllm=True."
@@ -363,10 +364,15 @@ def refuse_settings(objective: Objective, args: Any) -> None:
         )
     corrected = objective.kl in WITH_RATIO
     if args.beta and getattr(args, "use_bias_correction_kl", False) != corrected:
-        form = "is multiplied by the ratio" if corrected else "has no ratio"
+        if corrected:
+            form = "is multiplied by the ratio"
+            other = "its base"
+        else:
+            form = "has no ratio"
+            other = f"unbiased_kl({objective.name})"
         raise InputError(
             f"the KL term of {objective.name} {form}: set GRPOConfig.use_bias_correction_kl={corrected} beside beta, "
-            f"or train {'its base' if corrected else f'unbiased_kl({objective.name})'}."
+            f"or train {other}."
         )
 
 

@@ -50,9 +50,9 @@ def device_module() -> ModuleType:
         holds now.
     """
     module = ModuleType("torch.cpu")
-    module.__dict__.update(
-        {k: v for k, v in vars(torch.cpu).items() if not k.startswith("__")}
-    )
+    for name, value in vars(torch.cpu).items():
+        if not name.startswith("__"):
+            setattr(module, name, value)
     module.__dict__.update(
         set_device=do_nothing,
         current_device=lambda: torch.device("cpu"),
@@ -67,11 +67,10 @@ def device_module() -> ModuleType:
         ipc_collect=do_nothing,
         set_per_process_memory_fraction=do_nothing,
         reset_peak_memory_stats=do_nothing,
-        **{
-            f"{prefix}memory_{kind}": _resident
-            for prefix in ("", "max_")
-            for kind in ("allocated", "reserved")
-        },
+        memory_allocated=_resident,
+        memory_reserved=_resident,
+        max_memory_allocated=_resident,
+        max_memory_reserved=_resident,
     )
     return module
 
