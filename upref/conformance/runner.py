@@ -576,15 +576,8 @@ def _record_on_this_rank(
             raise InputError(
                 "the step left no gradient: it must leave .grad, let an optimizer step, or return one."
             )
-        steps.append(
-            Step(
-                {},
-                {
-                    name: as_float64(gradient)
-                    for name, gradient in gradients_found.items()
-                },
-            )
-        )
+        in_float64 = {name: as_float64(g) for name, g in gradients_found.items()}
+        steps.append(Step({}, in_float64))
     return Recorded(reference, steps[:1])
 
 

@@ -492,15 +492,15 @@ def _settle_one(
         other_losses = wrong
     for finding in step_loss.findings:
         names = _sum_names(finding)
-        # of no other step: all names
-        in_all_steps = set(names).intersection(*(other.fits for other in other_losses))
-        if not names or in_all_steps or step_loss.gradient_failed:
+        fits_all_steps = any(
+            all(name in other.fits for other in other_losses) for name in names
+        )
+        if not names or fits_all_steps or step_loss.gradient_failed:
             kept.append(finding)
             continue
         found = ""
-        kept.append(
-            note("loss", "only_here", **finding.numbers | {"what": " or ".join(names)})
-        )
+        numbers = finding.numbers | {"what": " or ".join(names)}
+        kept.append(note("loss", "only_here", **numbers))
     return replace(step_loss, found=found, findings=tuple(kept))
 
 

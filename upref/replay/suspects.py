@@ -372,12 +372,13 @@ def rank(finding: str, evidence: Evidence) -> list[str]:
     }
     possible = [name for name, score in scores.items() if score > 0]
     named: list[str] = []
+    said: set[str] = set()  # the named ones, and those whose words they share
     for name in sorted(possible, key=lambda name: -scores[name]):
         if name == "context" and "ids" in possible:
             name = "ids"  # whose words it shares
-        is_said = any(name in (before, *INCLUDES.get(before, ())) for before in named)
-        if not is_said:
+        if name not in said:
             named.append(name)
+            said |= {name, *INCLUDES.get(name, ())}
     return named[:MOST_NAMED]
 
 
