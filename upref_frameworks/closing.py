@@ -85,10 +85,13 @@ def _settings(framework: str, mode: str, box: BlackBox) -> list[str]:
             "clip_ratio_c": c,
         }
         settings = [f"{name}={value:.6g}" for name, value in numbers.items()]
-        loss_agg_mode = VERL_MODES.get(box.agg, box.agg)
-        return [*settings, f"loss_agg_mode={loss_agg_mode}"] if box.agg else settings
+        if box.agg:
+            settings.append(f"loss_agg_mode={VERL_MODES.get(box.agg, box.agg)}")
+        return settings
     settings = [f"epsilon={1 - low:.6g}", f"epsilon_high={high - 1:.6g}"]
     if c < FAR:
         settings.append(f"delta={c:.6g}")
     loss_type = TRL_TYPES.get(box.agg, mode)
-    return settings if loss_type == mode else [*settings, loss_type]
+    if loss_type != mode:
+        settings.append(loss_type)
+    return settings

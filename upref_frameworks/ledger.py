@@ -348,24 +348,16 @@ def summary(name: str, entries: list[Entry]) -> str:
         """Return how many entries have this status."""
         return sum(e.status == status for e in entries)
 
-    words = {
-        status: _many(count(status), status)
-        for status in STATUS
-        if status != "numerical"
-    }
+    words = {}
+    for status in STATUS:
+        if status != "numerical":
+            words[status] = _many(count(status), status)
     if told := count_documented(entries):
         words["surprising default"] += f" ({told} of them documented)"
     said = f"{name}: {', '.join(list(words.values())[:-1])} and {words['documented choice']}"
-    worst = next(
-        (
-            e
-            for e in sort_by_severity(entries)
-            if e.status in ("bug", "surprising default")
-        ),
-        None,
-    )
-    if worst:
-        return f"{said}; the worst is {worst.key}: {worst.reason} ({worst.severity})."
+    for e in sort_by_severity(entries):
+        if e.status in ("bug", "surprising default"):
+            return f"{said}; the worst is {e.key}: {e.reason} ({e.severity})."
     return f"{said}."
 
 

@@ -283,18 +283,11 @@ def _row(
     for fault in faults:
         skip = skip | fault.change.skip(case.batch)
     remains = difference(found, explained).masked_fill(skip, 0).max().item()
-    reasons = [
-        (
-            fault.words,
-            _worst_token(
-                explanation,
-                case.batch,
-                explained,
-                gradient_with_faults(repaired, case.batch) / case.unit,
-            ),
-        )
-        for fault, repaired in zip(faults, explanation.repaired, strict=True)
-    ]
+    reasons = []
+    for fault, repaired in zip(faults, explanation.repaired, strict=True):
+        without_fault = gradient_with_faults(repaired, case.batch) / case.unit
+        example = _worst_token(explanation, case.batch, explained, without_fault)
+        reasons.append((fault.words, example))
     hp = "".join(f" --hp {k}={v:g}" for k, v in comparison.hp.items())
     return ComparisonRow(
         setting=comparison.setting,

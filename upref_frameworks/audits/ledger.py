@@ -126,11 +126,9 @@ def sizes(rows: list[ComparisonRow], entries: list[Entry]) -> list[str]:
     for e in entries:
         if worst := largest_effect(rows, e):
             share = float(f"{worst.change:.2g}")
-            rounding = max(share, e.change) < 1e-9
-            if (e.severity, e.change) != (
-                worst.severity,
-                e.change if rounding else share,
-            ):
+            is_rounding = max(share, e.change) < 1e-9
+            has_other_share = share != e.change and not is_rounding
+            if has_other_share or e.severity != worst.severity:
                 out.append(
                     f"{e.key} is of another size: severity {worst.severity}, change {share:g}, recorded "
                     f"{e.severity or 'nothing'}, {e.change:g}"
@@ -149,13 +147,13 @@ def largest_effect(rows: list[ComparisonRow], entry: Entry) -> FaultEffect | Non
         The effect; None where no row of these shows the entry.
     """
     rows_of_entry = {(x.loss, x.held_against, x.micro_batches) for x in entry.evidence}
-    effects = [
-        effect
-        for r in rows
-        if (r.label, r.promise, r.micro_batches) in rows_of_entry
-        for (words, _), effect in zip(r.reasons, r.effects, strict=False)
-        if words == entry.reason
-    ]
+    effects = []
+    for r in rows:
+        if (r.label, r.promise, r.micro_batches) not in rows_of_entry:
+            continue
+        for (words, _), effect in zip(r.reasons, r.effects, strict=False):
+            if words == entry.reason:
+                effects.append(effect)
     return most_severe(effects) if effects else None
 
 

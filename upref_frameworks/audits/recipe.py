@@ -277,11 +277,11 @@ def _recipe_of_comparison(
     """Return the recipe whose settings are those of this comparison."""
     values = how.get("at", {}).get(objective.name, {})
     # a constant that divides the sum is left out, unless the framework needs one
-    fields = {
-        k: v
-        for k, v in comparison.config.items()
-        if k not in SCALE or _must_be_set(framework.name, comparison, k)
-    } | values.get("fields", {})
+    fields = {}
+    for name, value_of_field in comparison.config.items():
+        if name not in SCALE or _must_be_set(framework.name, comparison, name):
+            fields[name] = value_of_field
+    fields |= values.get("fields", {})
     notes = []
     of_another_loss = []
     if comparison.objective == SAME_LOSS.get(objective.name):
@@ -348,8 +348,8 @@ def _recorded_differences(
             continue
         must = ""
         if _must_be_set(framework.name, comparison, setting):
-            value = comparison.config[setting]
-            must = f"; it must be set, and {value} gives the paper's sum"
+            number = comparison.config[setting]
+            must = f"; it must be set, and {number} gives the paper's sum"
         differs.append(
             f"divided by {setting}, a constant that the learning rate takes up{must}"
         )
@@ -626,12 +626,15 @@ def _typed_lines(
     """
     all_fields = _defaults(name, comparison) | fields
     typed_values = {k: value(v, how["style"]) for k, v in all_fields.items()}
-    lines = how.get("mode", {}).get(mode, how["modes"]).format(mode=mode).splitlines()
-    for k in fields:
-        form = how.get("keys", {}).get(k, how["form"])
-        key = k.replace("_", "-") if how["style"] == "dashes" else k
-        line = form.format(**typed_values | {"key": key, "value": typed_values[k]})
-        lines.append(line.removesuffix(" true") if how["style"] == "dashes" else line)
+    form_of_mode = how.get("mode", {}).get(mode, how["modes"])
+    lines = form_of_mode.format(mode=mode).splitlines()
+    has_dashes = how["style"] == "dashes"  # --some-field VALUE, and --some-flag alone
+    for name_of_field in fields:
+        form = how.get("keys", {}).get(name_of_field, how["form"])
+        key = name_of_field.replace("_", "-") if has_dashes else name_of_field
+        own = {"key": key, "value": typed_values[name_of_field]}
+        line = form.format(**typed_values | own)
+        lines.append(line.removesuffix(" true") if has_dashes else line)
     if "beta" not in comparison.hp:
         lines.append(no_kl(how, comparison.mode))
     return list(dict.fromkeys(line for line in lines if line))

@@ -84,16 +84,20 @@ def options(module: str) -> dict[str, dict[str, Any]]:
             continue
         for word in node.args:
             if isinstance(word, ast.Constant) and str(word.value).startswith("--"):
-                literal = {
-                    k.arg or "": ast.literal_eval(k.value)
-                    for k in node.keywords
-                    if _is_literal(k.value)
-                }
-                literal.setdefault(
-                    "default", False if literal.get("action") == "store_true" else None
-                )
-                found.setdefault(str(word.value), literal)
+                found.setdefault(str(word.value), _literal_keywords(node))
     return found
+
+
+def _literal_keywords(call: ast.Call) -> dict[str, Any]:
+    """Return the keywords of a call of add_argument that are literals, and `default`."""
+    literals: dict[str, Any] = {}
+    for keyword in call.keywords:
+        if _is_literal(keyword.value):
+            literals[keyword.arg or ""] = ast.literal_eval(keyword.value)
+    if "default" not in literals:
+        is_flag = literals.get("action") == "store_true"
+        literals["default"] = False if is_flag else None
+    return literals
 
 
 def _is_literal(node: ast.expr) -> bool:

@@ -78,17 +78,14 @@ def _documented_algorithms() -> dict[str, dict[str, bool]]:
     """Return algorithm -> {field: value}: the algorithms that the docstring of
     ClippedPGLossFn lists, each with the fields that it tells to set.
     """
-    listed = (
-        _losses()
-        .ClippedPGLossFn.__doc__.partition("This implements:")[2]
-        .partition("Formula:")[0]
-    )
-    named = re.findall(r"- ([^(]+?) (?:\(|- )(.*)", listed)
-    words_by_name = {re.sub(r"\W+", "-", name.lower()): words for name, words in named}
-    return {
-        k: {f: v == "True" for f, v in re.findall(r"(\w+) = (True|False)", words)}
-        for k, words in words_by_name.items()
-    }
+    text = _losses().ClippedPGLossFn.__doc__
+    listed = text.partition("This implements:")[2].partition("Formula:")[0]
+    algorithms = {}
+    for name, words in re.findall(r"- ([^(]+?) (?:\(|- )(.*)", listed):
+        settings = re.findall(r"(\w+) = (True|False)", words)
+        algorithm = re.sub(r"\W+", "-", name.lower())
+        algorithms[algorithm] = {field: value == "True" for field, value in settings}
+    return algorithms
 
 
 def _modes() -> list[str]:

@@ -107,13 +107,11 @@ def _defaults(mode: str) -> dict[str, Any]:
     also reads a few others; a variant also has what its loss reads from actor_train, by
     name and default, which stand in the source.
     """
-    pipeline = {k: v for k, v in _pipeline_defaults().items() if k in READ}
+    all_defaults = _pipeline_defaults()
+    pipeline = {k: v for k, v in all_defaults.items() if k in READ}
     if mode == DEFAULT_WORKER:
-        return pipeline | {
-            k: v
-            for k, v in _pipeline_defaults().items()
-            if k in ("importance_sampling", *GUIDE)
-        }
+        others = ("importance_sampling", *GUIDE)
+        return pipeline | {k: v for k, v in all_defaults.items() if k in others}
     read_keys = re.findall(
         rf"_get_or_cache_config\('({mode}_\w+)', (\S+)\)", source(PG)
     )

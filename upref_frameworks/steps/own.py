@@ -85,9 +85,8 @@ def command(args: Namespace) -> int:
     if rank.number > 0:
         return 0 if report else 1
     status = answer(args, report)
-    if not args.json and any(
-        TEMPERATURE_MISSING in f.fault_ids for f in report.failures
-    ):
+    lacks_temperature = any(TEMPERATURE_MISSING in f.fault_ids for f in report.failures)
+    if lacks_temperature and not args.json:
         _say(NO_TEMPERATURE)
     return status
 

@@ -8,6 +8,7 @@ and accelerate's code. Only the model is a stand-in, no reference model is made,
 what would reach for the network (telemetry) is silent.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
@@ -81,14 +82,13 @@ def trainer_of(name: str | type) -> tuple[type, dict[str, Any]]:
         return trl.GRPOTrainer, {"loss_type": name}
     if name == "rloo":
         return trl.RLOOTrainer, {}
-    try:
-        if name.isidentifier():
+    trainers = []
+    package = None
+    if name.isidentifier():
+        with contextlib.suppress(ModuleNotFoundError):
             package = importlib.import_module(f"trl.experimental.{name}")
-        else:
-            package = None
-    except ModuleNotFoundError:
-        package = None
-    trainers = [c for c in vars(package).values() if is_trainer(c)] if package else []
+    if package is not None:
+        trainers = [value for value in vars(package).values() if is_trainer(value)]
     if not trainers:
         raise InputError(
             f"trl {trl.__version__} has no loss {name!r} that upref can run: {', '.join(loss_types())}, "

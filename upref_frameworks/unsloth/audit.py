@@ -69,14 +69,12 @@ def _defaults(mode: str) -> dict[str, Any]:
     """Return the values that the loss falls back to, the VALUE of kwargs.get(NAME,
     VALUE) in its source. beta is an argument without a default; 0 is no KL term.
     """
-    arguments_of_calls = (
-        n.args
-        for n in ast.walk(ast.parse(_source()))
-        if isinstance(n, ast.Call) and len(n.args) == 2
-    )
-    fallbacks = {
-        n.value: v for n, v in arguments_of_calls if isinstance(n, ast.Constant)
-    }
+    fallbacks = {}
+    for node in ast.walk(ast.parse(_source())):
+        if isinstance(node, ast.Call) and len(node.args) == 2:
+            name, value = node.args
+            if isinstance(name, ast.Constant):
+                fallbacks[name.value] = value
     return {k: ast.literal_eval(fallbacks[k]) for k in READ} | {"beta": 0.0}
 
 

@@ -272,7 +272,9 @@ def _refuse_ignored_keys(
     default = {f.name: f.default for f in dataclasses.fields(ActorConfig)}
     for key, ours in VERL_KEYS.items():
         value = config.get(key, None)
-        for name in (n for n in ours if n in hp and n not in given):
+        for name in ours:
+            if name not in hp or name in given:
+                continue
             if value not in (None, default[key], hp[name]):
                 raise InputError(
                     f"upref/{objective.name} does not read actor.{key}={value} and uses {name}={hp[name]}: set one "
@@ -356,12 +358,15 @@ def global_totals(info: dict[str, Any], mask: Tensor) -> tuple[Totals, int]:
         raise InputError(
             f"dp_size={dp_size} needs batch_num_tokens and global_batch_size, the counts of all ranks."
         )
-    tokens = mask.sum().clamp(min=1) if tokens is None else tokens
-    sequences = mask.any(1).sum().clamp(min=1) if sequences is None else sequences
+    if tokens is None:
+        tokens = mask.sum().clamp(min=1)
+    if sequences is None:
+        sequences = mask.any(1).sum().clamp(min=1)
     # a count of 0: all responses were rejected
-    tokens, sequences = (
-        max(n, 1) if isinstance(n, int) else n for n in (tokens, sequences)
-    )
+    if isinstance(tokens, int):
+        tokens = max(tokens, 1)
+    if isinstance(sequences, int):
+        sequences = max(sequences, 1)
     return Totals(tokens, sequences, 1, tokens), dp_size
 
 
