@@ -516,19 +516,19 @@ def pattern(right: ValueAndGradient, yours: ValueAndGradient) -> str:
         The shape, NaN, zeros, the sign or a constant factor; "" where it is none of
         these.
     """
-    if words := _pattern_of(right.gradient, yours.gradient):
-        if words == ALL_ZERO:
-            words += ": the gradient cancels, or is cut"
-        return words
-    return _pattern_of(right.value, yours.value)
+    zero_gradient = "everything is 0: the gradient cancels, or is cut"
+    of_gradient = _pattern_of(right.gradient, yours.gradient, zero_gradient)
+    return of_gradient or _pattern_of(right.value, yours.value, "everything is 0")
 
 
-ALL_ZERO = "everything is 0"
-
-
-def _pattern_of(want: Any, got: Any) -> str:
+def _pattern_of(want: Any, got: Any, all_zero: str) -> str:
     """Say in words how the numbers of two tensors differ; "" where they are the same, in
     no way that has words, or one of them is no tensor.
+
+    Args:
+        want: the right numbers.
+        got: the student's.
+        all_zero: the words for a `got` of zeros alone.
     """
     if not (isinstance(want, Tensor) and isinstance(got, Tensor)) or _same(want, got):
         return ""
@@ -537,7 +537,7 @@ def _pattern_of(want: Any, got: Any) -> str:
     if got.isnan().any():
         return "there is a NaN: 0/0, 0 * inf, or something that was masked too late"
     if not got.any():
-        return ALL_ZERO
+        return all_zero
     if _same(-want, got):
         return "every sign is the wrong way round"
     factors = (got / want)[want != 0]
