@@ -15,7 +15,6 @@ from torch import Tensor
 from upref.aggregation import Totals
 from upref.cli.verb import parse_number
 from upref.errors import InputError
-from upref.user_code.settings import pairs
 
 
 def split_name(name: str, mode: str) -> tuple[str, dict[str, Any], bool]:
@@ -61,19 +60,6 @@ def _field(name: str, word: str) -> tuple[str, Any]:
         return key, constants[value]
     number = parse_number(value)
     return key, value if number is None else number
-
-
-def loss_name(mode: str, fields: dict[str, Any]) -> str:
-    """Write the name, without its framework, of a loss as shipped but for some fields.
-
-    Args:
-        mode: the loss.
-        fields: field -> value.
-
-    Returns:
-        `MODE,FIELD=VALUE,...`, which `split_name` reads.
-    """
-    return ",".join([mode, *pairs(fields)])
 
 
 def clip_bounds(hp: dict[str, Any]) -> tuple[Any, Any]:

@@ -16,8 +16,7 @@ from upref.registry import get
 from upref.rollouts import autograd_gradient
 from upref.weights.batches import batch
 from upref_frameworks import audits as A
-from upref_frameworks.audits.case import TOL
-from upref_frameworks.audits.grid import MICRO
+from upref_frameworks.audits.case import MICRO, TOL
 
 NEED = "`repro/venv.sh verl` installs what verl's losses need"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)

@@ -25,10 +25,9 @@ from upref.errors import InputError
 from upref.result import Result
 from upref_frameworks import names
 from upref_frameworks.audits import components, isolated, losses
-from upref_frameworks.audits.case import Comparison
+from upref_frameworks.audits.case import MICRO, Comparison
 from upref_frameworks.audits.compare import ComparisonRow, Example
 from upref_frameworks.audits.framework import Framework
-from upref_frameworks.audits.grid import MICRO
 from upref_frameworks.audits.ledger import as_toml_value, changed_defaults, check_ledger
 from upref_frameworks.ledger import Entry, read, read_tables, summary
 

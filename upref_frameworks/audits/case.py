@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from upref.rollouts import Rollouts
+from upref.user_code.settings import pairs
 from upref.verify.faults.losses import LossFault
 from upref_frameworks.audits.faulty import Explanation
-from upref_frameworks.settings import loss_name
 
 TOL = 1e-7
+MICRO = 8  # micro-batches into which the batch of a comparison is split
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,10 @@ class Comparison:
 
     @property
     def label(self) -> str:
-        """Return the loss as `upref check FRAMEWORK:LABEL` reads it: MODE,FIELD=VALUE."""
-        return loss_name(self.mode, self.config)
+        """Return the loss as `upref check FRAMEWORK:LABEL` reads it: MODE,FIELD=VALUE.
+        It is what `split_name` of settings.py splits.
+        """
+        return ",".join([self.mode, *pairs(self.config)])
 
     @property
     def promise(self) -> str:
@@ -59,7 +62,7 @@ class ComparisonCase:
         explanation: explained by the faults of the comparison.
         split_explanation: explained by these and by what micro-batches change; None
             where the loss is not compared in micro-batches.
-        batch: where the gradients are compared, [B, T]; see `grid`.
+        batch: where the gradients are compared, [B, T]; see `make_grid` of losses.py.
         typical: where the effects of the faults are measured; see `typical_batch`.
         unit: the weight that the promised aggregation gives to the tokens of each
             response, [B, 1]. A gradient of J divided by it is the token's own weight

@@ -27,9 +27,8 @@ from upref.weights.batches import (
     regime_words,
     token_at,
 )
-from upref_frameworks.audits.case import TOL, ComparisonCase
+from upref_frameworks.audits.case import MICRO, TOL, ComparisonCase
 from upref_frameworks.audits.faulty import Explanation, FaultyObjective
-from upref_frameworks.audits.grid import MICRO
 
 MASKED = "a masked slot"  # the regime of a token that does not count
 

@@ -15,9 +15,8 @@ from upref.aggregation import Totals
 from upref.errors import InputError
 from upref.rollouts import Rollouts, autograd_gradient, per_response
 from upref.verify.faults.losses import LossFault
-from upref_frameworks.audits.case import TOL, Comparison
+from upref_frameworks.audits.case import MICRO, TOL, Comparison
 from upref_frameworks.audits.components import Component
-from upref_frameworks.audits.grid import MICRO
 from upref_frameworks.audits.isolated.pin import Pin
 from upref_frameworks.settings import Bare
 

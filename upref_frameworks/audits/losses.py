@@ -4,18 +4,27 @@ comparison is made ready, the framework computes, and the numbers are compared.
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import torch
 
 from upref.aggregation import row_weights
-from upref.registry import get
+from upref.registry import REDUCE, Objective, get
+from upref.rollouts import Rollouts
 from upref.verify.faults.losses import LossFault, fault
-from upref.weights.batches import typical_batch
-from upref_frameworks.audits.case import TOL, Comparison, ComparisonCase
+from upref.weights.batches import (
+    BOUND_EDGES,
+    SINGLE_EDGES,
+    batch,
+    clamped_batch,
+    concatenate,
+    reference_logp,
+    typical_batch,
+)
+from upref_frameworks.audits.case import MICRO, TOL, Comparison, ComparisonCase
 from upref_frameworks.audits.compare import ComparisonRow, compare
-from upref_frameworks.audits.faulty import make_explanation
+from upref_frameworks.audits.faulty import Explanation, make_explanation
 from upref_frameworks.audits.framework import Framework
-from upref_frameworks.audits.grid import grid
 
 NO_REASON_KNOWN = fault("no reason known", "term")
 
@@ -95,7 +104,7 @@ def make_comparison_case(
             objective, comparison.hp, (*faults, split_reason)
         )
     needs_one_adv = one_adv or comparison.one_adv or objective.one_adv
-    compared_batch = grid(explanation, one_adv=needs_one_adv, single=single)
+    compared_batch = make_grid(explanation, one_adv=needs_one_adv, single=single)
     typical = typical_batch()
     mask = compared_batch.mask
     weights = row_weights(objective.agg, mask, compared_batch.counts)
@@ -111,3 +120,57 @@ def make_comparison_case(
         typical=typical,
         unit=unit.expand(len(mask))[:, None],
     )
+
+
+def make_grid(
+    explanation: Explanation, one_adv: bool = False, single: bool = False
+) -> Rollouts:
+    """Make the batch on which a framework's loss is compared with its promise.
+
+    Args:
+        explanation: the regimes of the promised objective are in the batch, and those
+            of the objective that the faults leave.
+        one_adv: give all tokens of a response one advantage.
+        single: for a framework that computes in float32 (single precision); ratios keep
+            a larger distance from the bounds.
+
+    Returns:
+        Rollouts [B, T] in float64; B is a multiple of MICRO. Also in it are responses
+        far from π_old. Masked slots hold numbers that could pass for tokens.
+    """
+    promised = explanation.promised
+    faulty = explanation.faulty
+    objectives = [promised.objective, faulty.objective]
+    if one_adv:
+        objectives = [_with_one_adv(objective) for objective in objectives]
+    edges: tuple[float, ...] = BOUND_EDGES
+    if single:
+        edges = SINGLE_EDGES
+    elif promised.objective.level != "token":
+        # a framework sums a response's ratio in another order: on a bound, rounding
+        # would decide
+        edges = tuple(edge for edge in BOUND_EDGES if edge)
+    of_promised = batch(objectives[0], edges=edges, seed=0, **promised.hp)
+    of_faulty = batch(objectives[1], edges=edges, seed=1, **faulty.hp)
+    # some rows twice, so that micro-batches are of one size, as TRL's are
+    parts = [of_promised, of_faulty, clamped_batch()]
+    grid = concatenate(parts, multiple_of=MICRO)
+    # masked slots hold what could pass for tokens, as a tool's answer in a multi-turn
+    # response does
+    grid = replace(
+        grid,
+        logp=grid.logp.masked_fill(~grid.mask, -1.0),
+        logp_old=grid.logp_old.masked_fill(~grid.mask, -2.0),
+        adv=grid.adv.masked_fill(~grid.mask, 0.5),
+    )
+    return replace(grid, logp_ref=reference_logp(grid))
+
+
+def _with_one_adv(objective: Objective) -> Objective:
+    """Return an objective for which `batch` gives all tokens of a response one
+    advantage: this one if it acts on responses, else this one with the aggregation
+    seq-mean.
+    """
+    if objective.level in REDUCE:
+        return objective
+    return replace(objective, agg="seq-mean")

@@ -28,10 +28,9 @@ from upref.verify.faults.losses import GROUPS
 from upref.weights.batches import typical_batch
 from upref_frameworks import names as frameworks
 from upref_frameworks.audits import framework
-from upref_frameworks.audits.case import TOL, Comparison
+from upref_frameworks.audits.case import MICRO, TOL, Comparison
 from upref_frameworks.audits.compare import FaultEffect
 from upref_frameworks.audits.framework import Framework
-from upref_frameworks.audits.grid import MICRO
 from upref_frameworks.ledger import SEVERITY, Entry, read, read_tables, share
 
 # a constant that divides Dr. GRPO's sum: not a choice of objective

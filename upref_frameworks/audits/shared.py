@@ -16,7 +16,7 @@ from upref.registry import Objective, get
 from upref.rollouts import Rollouts, per_response
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import LossFault, aggregated, fault
-from upref_frameworks.audits.grid import MICRO
+from upref_frameworks.audits.case import MICRO
 
 
 def _clamp_log_ratio(batch: Rollouts) -> Rollouts:

@@ -20,9 +20,9 @@ from upref.registry import get
 from upref.rollouts import Rollouts
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
+from upref_frameworks.audits.case import MICRO
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
-from upref_frameworks.audits.grid import MICRO
 from upref_frameworks.audits.shared import (
     ALONE,
     CLAMP,
