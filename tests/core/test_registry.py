@@ -262,6 +262,17 @@ def test_the_capacities_are_those_of_the_objectives():
     assert "0.0028" in description.capacity_text("dapo")  # README's example
 
 
+@pytest.mark.parametrize("name", ["m2po", "tpo", "kl_cov", "clip_cov", "aspo_code", "dapo", "gspo", "topr"])  # fmt: skip
+def test_only_a_table_of_responses_has_a_heading_of_one_token(name):
+    """Where one sentence says why there is no Cap, the heading is of no response."""
+    page = show.page(describe(name))
+    _, _, part = page.partition("Probability Capacity at π_θ = π_old")
+    heading, _, text = part.partition("\n")
+    is_of_responses = name in ("gspo", "topr")
+    assert heading == (", of a response of one token" if is_of_responses else "")
+    assert ("π_old     0.001" in text) == (name in ("dapo", "gspo", "topr"))
+
+
 def test_the_tables_of_estimators_are_read_as_they_are():
     """By their text, and by running their modules."""
     tables = (("kl", "ESTIMATORS"), ("advantages", "ADVANTAGES"), ("aggregation", "AGGREGATIONS"))  # fmt: skip

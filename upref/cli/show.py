@@ -148,11 +148,12 @@ def page(o: Description) -> str:
         )
         add("defaults", "\n".join(lines))
     add("weight dJ/dlp, by hand", o.weight)
-    of_one_token = "" if o.level == "token" else ", of a response of one token"
-    add(
-        f"Probability Capacity at π_θ = π_old{of_one_token}",
-        capacity_text(o.name) or capacity_lines(o.name),
-    )
+    capacity = capacity_text(o.name) or capacity_lines(o.name)
+    heading = "Probability Capacity at π_θ = π_old"
+    is_table = "\n" in capacity  # one line says why there is no table
+    if is_table and o.level != "token":
+        heading += ", of a response of one token"
+    add(heading, capacity)
     add("source", o.function)
     if o.paper:
         add("reference", bib_entry(o.paper))
