@@ -502,15 +502,17 @@ def _div(o: Operation) -> Tensor:
 
 
 def _quotient(o: Operation, x: int, y: int) -> int:
-    """Return x / y. A divisor that varies must not be 0. By the number 0, 0 becomes NaN
-    and any other x infinite, with its sign; an x that is infinite or NaN becomes
-    infinity. The trace stops where x has no known sign.
+    """Return x / y. A divisor that varies must not be 0. By the number 0, 0 and NaN
+    become NaN, and any other x infinite, with its sign. The trace stops where x has no
+    known sign.
     """
     v = o.values
     if y == v.zero:
-        if x == v.zero:
+        if x in (v.zero, v.nan):
             return v.nan
-        sign = v.sign_of(x) if not v.special(x) else 1
+        if v.special(x):
+            return x
+        sign = v.sign_of(x)
         if sign is None:
             o.trace.stop("divides by 0")
         return v.inf if sign and sign > 0 else v.minus_inf
@@ -829,11 +831,28 @@ def _is_truth(v: Values, x: int) -> bool:
     return v.condition(x) == x
 
 
-@rule("minimum maximum fmin fmax")
+@rule("minimum maximum")
 def _least(o: Operation) -> Tensor:
     """Return the smaller, or the larger, of two values; NaN where one is NaN."""
-    of = least if o.name in ("minimum", "fmin") else most
+    of = least if o.name == "minimum" else most
     return elementwise(lambda x, y: of(o.values, x, y), o.ids("self"), o.ids("other"))
+
+
+@rule("fmin fmax")
+def _least_number(o: Operation) -> Tensor:
+    """Return the smaller, or the larger, of two values; the other one where one is NaN."""
+    v = o.values
+    of_numbers = least if o.name == "fmin" else most
+
+    def of(x: int, y: int) -> int:
+        """Return the id of one of the two."""
+        if x == v.nan:
+            return y
+        if y == v.nan:
+            return x
+        return of_numbers(v, x, y)
+
+    return elementwise(of, o.ids("self"), o.ids("other"))
 
 
 def least(v: Values, x: int, y: int) -> int:
@@ -962,7 +981,8 @@ def _mean(o: Operation) -> Tensor:
 @rule("var std")
 def _var(o: Operation) -> Tensor:
     """Return the variance or its root, the sum of squares divided by the number of
-    values less the correction, 1 by default; NaN of too few values.
+    values less the correction, 1 by default; NaN of no values. With too few values the
+    sum is divided by 0, and the trace stops where the sum varies.
     """
     v = o.values
     correction = o.get("correction", 1)
@@ -971,12 +991,15 @@ def _var(o: Operation) -> Tensor:
 
     def of(row: list[int]) -> int:
         """Return the formula of the variance of one row of formulas, or of its root."""
+        if not row:
+            return v.nan
         mean = v.scale(add_all(v, row), Fraction(1, len(row)))
         gaps = [v.subtract(x, mean) for x in row]
         total = add_all(v, [v.multiply(x, x) for x in gaps])
-        if len(row) <= correction:
-            return v.nan
-        out = v.scale(total, Fraction(1) / (len(row) - Fraction(correction)))
+        divisor = max(len(row) - Fraction(correction), Fraction(0))
+        if not divisor and v.varies(total):  # infinite, or NaN where it is 0
+            o.trace.stop("divides by 0")
+        out = _quotient(o, total, v.number(divisor))
         return out if o.name == "var" else v.power(out, Fraction(1, 2))
 
     return along(of, o.ids("self"), o.get("dim"), bool(o.get("keepdim", False)))
