@@ -143,8 +143,8 @@ def compared(
         worst_number: KernelCase.worst_number.
 
     Yields:
-        A failure of the first rank that differs; a note on whether the ranks' gradients
-        of hidden states are added up already.
+        A failure of the first rank that differs; a note where the ranks' gradients of
+        hidden states are parts, which the user must add up.
     """
     all_outcomes = outcomes(kernel, problem, ranks)
     hidden_key = "gradient of hidden"
@@ -167,14 +167,11 @@ def compared(
             summed = sum(numbers[hidden_key] for numbers in all_outcomes)
             is_reduced = worst({hidden_key: found[hidden_key]}, expected)[0] <= 1
             is_added_up = worst({hidden_key: summed}, expected)[0] <= 1
-            words = (
-                "is already added up"
-                if is_reduced
-                else "is this rank's part: add it up"
-            )
             if is_added_up and not rank:
                 yield note(
-                    "ranks", f"on each rank the gradient of the hidden states {words}"
+                    "ranks",
+                    "on each rank the gradient of the hidden states is this rank's "
+                    "part: add it up",
                 )
         # the gradient of the hidden states is right as a part too
         numbers_to_compare = {
