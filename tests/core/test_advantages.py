@@ -124,12 +124,12 @@ def test_whitening_is_over_all_responses_in_exact_rationals(batch, ddof):
         whiten(*tensors(*batch), ddof=ddof, eps=1e-8), exact_norm(rewards, ddof, 1e-8)
     )
 
-    def centred(xs):
+    def centered(xs):
         return [x - exact_mean(xs) for x in xs]
 
     # group means first, kept exact by going through 1/27720 = 1/lcm(1..12)
     exact = [
-        Fraction(round(a * 4 * 27720), 4 * 27720) for a in by_group(*batch, centred)
+        Fraction(round(a * 4 * 27720), 4 * 27720) for a in by_group(*batch, centered)
     ]
     close(
         group_mean_whiten(*tensors(*batch), ddof=ddof, eps=1e-8),

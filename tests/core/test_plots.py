@@ -45,7 +45,7 @@ def test_matplotlib_is_imported_late_and_pyplot_never():
 @pytest.mark.parametrize("adv", [1, -1, 0])
 def test_cap_map_shows_capacity(adv):
     fig = drawn(cap_map("dapo", "up_dapo", adv=adv, c=3))
-    assert len(fig.axes) == 3  # two panels, one colour bar
+    assert len(fig.axes) == 3  # two panels, one color bar
     n = 400
     x = (np.arange(n) + 0.5) / n
     mu, p = np.meshgrid(x, x)

@@ -76,7 +76,7 @@ def leak_weight(log_r, A, mask, *, eps):
 
 
 def batch_baseline(lp, lp_old, A, mask, *, eps=0.2):
-    """Advantages centred once more, over whatever micro-batch this is."""
+    """Advantages centered once more, over whatever micro-batch this is."""
     return (A - mean_t(A, mask).mean()) * lp + 0 * eps
 
 

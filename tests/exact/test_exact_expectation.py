@@ -171,10 +171,10 @@ def test_it_is_the_registrys_own_eps():
     """
     R, g = torch.tensor([0.0, 1e-6], dtype=F64), torch.zeros(2, dtype=torch.int64)
     for name, eps in expected.EPS.items():
-        centred = torch.tensor([-5e-7, 5e-7], dtype=F64)
-        std = centred.std(correction=1 if name == "group_norm" else 0)
+        centered = torch.tensor([-5e-7, 5e-7], dtype=F64)
+        std = centered.std(correction=1 if name == "group_norm" else 0)
         assert torch.allclose(
-            advantages.get(name)(R, g), centred / (std + eps), rtol=1e-9
+            advantages.get(name)(R, g), centered / (std + eps), rtol=1e-9
         )
 
 

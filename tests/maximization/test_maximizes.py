@@ -242,13 +242,13 @@ def leave_one_out(R):
     return R - (R.sum(1, keepdims=True) - R) / (R.shape[1] - 1)
 
 
-def centred(R):
+def centered(R):
     return R - R.mean(1, keepdims=True)
 
 
 SAMPLED = {  # objective: its advantages, and the weight of a token of length L
     "rloo": (leave_one_out, lambda L: np.ones_like(L) / L.shape[1]),
-    "dr_grpo": (centred, lambda L: np.ones_like(L) / L.shape[1]),
+    "dr_grpo": (centered, lambda L: np.ones_like(L) / L.shape[1]),
     "grpo": (group_std, lambda L: 1 / L / L.shape[1]),
     "dapo": (group_std, lambda L: np.ones_like(L) / L.sum(1, keepdims=True)),
     "up_grpo": (group_std, lambda L: 1 / L / L.shape[1]),

@@ -95,7 +95,7 @@ def test_numbers_in_print():
 
 
 def test_no_two_arms_look_alike():
-    """Find another colour or dash for each arm of an experiment, and one colour for a
+    """Find another color or dash for each arm of an experiment, and one color for a
     base and its UP.
     """
     for path in sorted((plan.MINI / "round2" / "experiments").glob("*.toml")):

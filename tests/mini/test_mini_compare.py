@@ -114,7 +114,7 @@ def test_the_report_says_what_showed(report):
 
 def test_the_map_is_lit_by_the_tokens(report):
     """Compare the share of clipped tokens in the text with the kept tokens, and find
-    both colours in the picture.
+    both colors in the picture.
     """
     text, folder = report
     dead = float(text.split("* dapo, A > 0: ")[1].split(" %")[0])

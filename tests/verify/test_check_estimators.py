@@ -571,7 +571,7 @@ def _whitened_with_masked(rewards, sample_mask):
     return (rewards - rewards.mean()) / (rewards.std() + 1e-8) * sample_mask
 
 
-def _centred_with_zeros(rewards, group, sample_mask):
+def _centered_with_zeros(rewards, group, sample_mask):
     r = rewards * sample_mask
     return torch.stack([r[i] - r[group == group[i]].mean() for i in range(len(r))])
 
@@ -580,7 +580,7 @@ def test_a_mask_of_responses_leaves_them_out_of_every_mean():
     assert upref.check_advantages(_whitened, "whiten")
     for function, estimator, fault_id in (
         (_whitened_with_masked, "whiten", "masked-responses-count"),
-        (_centred_with_zeros, "group_mean", "masked-responses-count-as-zero"),
+        (_centered_with_zeros, "group_mean", "masked-responses-count-as-zero"),
     ):
         report = upref.check_advantages(function, estimator)
         assert report.failures[0].fault_ids == (fault_id,), str(report)

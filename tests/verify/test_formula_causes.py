@@ -146,9 +146,9 @@ def counted_by_own_advantage(rewards, mask, group):
     A = gpg(rewards, mask, group)
     R = torch.where(mask, rewards, 0).sum(1)
     same = (group[:, None] == group) & mask.any(1) & mask.any(1)[:, None]
-    centred = R - same.double() @ R / same.sum(1).clamp(min=1)
-    count = ((centred.abs() > 1e-12) & mask.any(1)).sum().clamp(min=1)
-    plain = torch.where(mask, centred[:, None], 0)
+    centered = R - same.double() @ R / same.sum(1).clamp(min=1)
+    count = ((centered.abs() > 1e-12) & mask.any(1)).sum().clamp(min=1)
+    plain = torch.where(mask, centered[:, None], 0)
     return plain * mask.any(1).sum() / count if bool(A.any()) else A
 
 

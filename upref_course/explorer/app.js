@@ -50,7 +50,7 @@ function drawMaps() {
     card.says.innerHTML = `<span class="tag${dead ? " dead" : ""}">${sees.tag}</span>${prose(sees.text)}`;
     card.map.setAttribute("aria-label", `${o.name}: the token at π_old ${num(S.mu)}, π_θ ${num(S.p)}. ${sees.tag}, Cap ${num(sees.cap)}. Arrow keys move it.`);
   });
-  const panels = S.o.map((o, i) => ({ ...o, colour: colour(i), label: o.name }));
+  const panels = S.o.map((o, i) => ({ ...o, color: color(i), label: o.name }));
   [...$("curves").children].forEach((e, i) => {
     const width = Math.max(300, Math.round(e.clientWidth) || 480);
     e.innerHTML = `<svg viewBox="0 0 ${width} 240" role="img" aria-label="Gradient weight for A = ${num(i ? -S.A : S.A)}">` +
@@ -82,7 +82,7 @@ function build() {
   buildTokens();
   flows = S.o.map((o, i) => {
     const parts = { chart: make("div"), who: make("p", { class: "who" }), pushes: make("div") };
-    parts.element = make("article", { class: "card flow", style: `--c: ${colour(i)}`, "aria-label": `${o.name}, the small policy` },
+    parts.element = make("article", { class: "card flow", style: `--c: ${color(i)}`, "aria-label": `${o.name}, the small policy` },
       make("header", {}, make("span", { class: "dot" }), make("h3", {}, o.name)), html("h4", prose("π_θ over the first π_old, against updates; hollow dots are clipped")), parts.chart,
       html("h4", 'Pushes on log π, nats: <span class="key full"></span> by its own gradient <span class="key"></span> by the others\''), parts.pushes, parts.who);
     return parts;
@@ -97,7 +97,7 @@ function figure() {
     return [S.A > 0 ? "A &gt; 0" : S.A < 0 ? "A &lt; 0" : "A = 0", ...set.map(([of, v]) => `${letterSVG(of.letter)} = ${num(v)}`)].join(", ");
   };
   const plain = i => COLORS.palette[i % COLORS.palette.length];
-  return figureSVG(S.o.map((o, i) => ({ ...o, colour: plain(i), label: o.name, says: settings(o), image: cards[i].canvas.toDataURL("image/png"),
+  return figureSVG(S.o.map((o, i) => ({ ...o, color: plain(i), label: o.name, says: settings(o), image: cards[i].canvas.toDataURL("image/png"),
     labels: cards[i].labels, sees: cards[i].sees })), S);
 }
 

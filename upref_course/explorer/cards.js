@@ -23,7 +23,7 @@ function card(o, i) {
   const map = make("div", { class: "map", tabindex: "0", role: "application", "aria-roledescription": "map with a movable token" }, canvas, svg, grip);
   movable(map);
   const says = make("p", { class: "verdict" });
-  const element = make("article", { class: "card", style: `--c: ${colour(i)}`, "aria-label": o.name }, make("header", {}, make("span", { class: "dot" }), pick, up, remove),
+  const element = make("article", { class: "card", style: `--c: ${color(i)}`, "aria-label": o.name }, make("header", {}, make("span", { class: "dot" }), pick, up, remove),
     map, says, make("div", { class: "controls" }, Object.entries(facts.hp).map(([k, of]) => hyperparameter(o, k, of))), more(o, facts));
   return { element, canvas, svg, map, grip, says, at: 0 };
 }

@@ -14,7 +14,7 @@ function make(tag, attributes = {}, ...children) {
 }
 function html(tag, text, attributes = {}) { const e = make(tag, attributes); e.innerHTML = text; return e; }
 function letterHTML(letter) { const [head, index] = letter.split("_"); return `<span class="letter">${head}${index ? `<sub>${index}</sub>` : ""}</span>`; }
-const colour = i => (COLORS.palette[i % COLORS.palette.length] === "#000000" ? "var(--ink)" : COLORS.palette[i % COLORS.palette.length]);
+const color = i => (COLORS.palette[i % COLORS.palette.length] === "#000000" ? "var(--ink)" : COLORS.palette[i % COLORS.palette.length]);
 
 let count = 0;
 function slider({ letter, name, says, limits: [low, high, step], get, set, legal: allowed, off }) {

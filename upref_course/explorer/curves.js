@@ -18,7 +18,7 @@ function weightLine(name, hp, A, mu, reach, many = 160) {
   return r.filter(x => Math.abs(Math.log(x)) <= reach * 1.0001 && (!readsMu || x * mu <= 1)).sort((a, b) => a - b).map(x => [x, w(x, A, mu)]);
 }
 
-/** One panel as SVG, width x 240; `panels` are { name, hp, colour, label }. */
+/** One panel as SVG, width x 240; `panels` are { name, hp, color, label }. */
 function curvePanel(panels, A, { mu, p, here }, width, look) {
   const H = 240, left = 34, top = 26, right = 132, bottom = 36, w = width - left - right, h = H - top - bottom, f = v => +v.toFixed(1);
   const reach = Math.max(...panels.map(o => halfWidth(o.name, o.hp, mu))), lines = panels.map(o => weightLine(o.name, o.hp, A, mu, reach));
@@ -50,17 +50,17 @@ function curvePanel(panels, A, { mu, p, here }, width, look) {
   lines.forEach((l, i) => {
     const same = key.map((x, j) => x === key[i] ? j : -1).filter(j => j >= 0), n = same.length, turn = same.indexOf(i);
     const dash = n > 1 ? `stroke-dasharray="7 ${7 * (n - 1)}" stroke-dashoffset="${-7 * turn}"` : "";  // equal lines take turns
-    s.push(`<path d="M${l.map(([x, y]) => `${f(X(x))} ${f(Y(Math.min(Math.max(y, -99 * size), 99 * size)))}`).join("L")}" fill="none" stroke="${panels[i].colour}" stroke-width="2" ${dash}/>`);
+    s.push(`<path d="M${l.map(([x, y]) => `${f(X(x))} ${f(Y(Math.min(Math.max(y, -99 * size), 99 * size)))}`).join("L")}" fill="none" stroke="${panels[i].color}" stroke-width="2" ${dash}/>`);
   });
   if (here && Math.abs(Math.log(r)) < reach) panels.forEach(o => {
     const v = weigher(o.name, o.hp)(r, A, mu), at = Y(Math.min(Math.max(v, low), high));
-    s.push(`<circle cx="${f(X(r))}" cy="${f(at)}" r="4" fill="${look.paper}" stroke="${o.colour}" stroke-width="2"/>`);
+    s.push(`<circle cx="${f(X(r))}" cy="${f(at)}" r="4" fill="${look.paper}" stroke="${o.color}" stroke-width="2"/>`);
   });
   s.push("</g>");
   const at = spread(lasts.map(v => Y(Math.min(Math.max(v, low), high))), 15, top, top + h);
   panels.forEach((o, i) => {
     const from = Y(Math.min(Math.max(lasts[i], low), high));
-    s.push(`<path d="M${left + w} ${f(from)}L${left + w + 10} ${f(at[i])}" stroke="${o.colour}" stroke-width="1"/><circle cx="${left + w + 13}" cy="${f(at[i])}" r="3" fill="${o.colour}"/>`);
+    s.push(`<path d="M${left + w} ${f(from)}L${left + w + 10} ${f(at[i])}" stroke="${o.color}" stroke-width="1"/><circle cx="${left + w + 13}" cy="${f(at[i])}" r="3" fill="${o.color}"/>`);
     text(left + w + 20, at[i] + 4, o.label);
   });
   return s.join("");

@@ -3,7 +3,7 @@
 
 const PLAIN = { ink: "#222222", soft: "#666666", axis: "#888888", line: "#dddddd", paper: "#ffffff" };
 
-/** panels: { name, hp, colour, label, says, image (a data URL), labels, sees }. */
+/** panels: { name, hp, color, label, says, image (a data URL), labels, sees }. */
 function figureSVG(panels, s) {
   const side = 260, gap = 18, W = Math.max(panels.length * (side + gap) + 84, 720), s2 = [], esc = x => x.replace(/&/g, "&amp;").replace(/</g, "&lt;");
   panels.forEach((o, i) => {

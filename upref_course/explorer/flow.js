@@ -52,7 +52,7 @@ function restOfUp(mu, A) {
   return sum > 0 ? goal.map(x => x / sum) : null;
 }
 
-/** Advantages as group_norm gives them in an infinite group: centred and scaled under π_old. */
+/** Advantages as group_norm gives them in an infinite group: centered and scaled under π_old. */
 function groupNorm(mu, A) {
   const mean = mu.reduce((s, m, a) => s + m * A[a], 0), sd = Math.sqrt(mu.reduce((s, m, a) => s + m * (A[a] - mean) ** 2, 0));
   return sd > 1e-12 ? A.map(x => +((x - mean) / sd).toFixed(3)) : A.map(() => 0);

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Cap map: a canvas of colours under an SVG of axes, names and the token. The same colours as upref.weights.plots.
+// A Cap map: a canvas of colors under an SVG of axes, names and the token. The same colors as upref.weights.plots.
 
 const SQUARE = { x: 9, y: 2, size: 89 };  // of a box of 100 x 100
 const CELLS = 400;
-const LUT = rampColours(COLORS.ramp, 256), [GROUND, HATCH] = COLORS.dead.map(packed);
+const LUT = rampColors(COLORS.ramp, 256), [GROUND, HATCH] = COLORS.dead.map(packed);
 
 function rgb(hex) { return [1, 3, 5].map(i => parseInt(hex.slice(i, i + 2), 16)); }
-function packed(colour) {
-  const [r, g, b] = typeof colour === "string" ? rgb(colour) : colour;
+function packed(color) {
+  const [r, g, b] = typeof color === "string" ? rgb(color) : color;
   return (255 << 24 | b << 16 | g << 8 | r) >>> 0;
 }
-function rampColours(stops, n) {
+function rampColors(stops, n) {
   return Uint32Array.from({ length: n }, (_, i) => {
     const x = i / (n - 1) * (stops.length - 1), k = Math.min(Math.floor(x), stops.length - 2), [a, b] = [rgb(stops[k]), rgb(stops[k + 1])];
     return packed(a.map((v, c) => Math.round(v + (b[c] - v) * (x - k))));
@@ -92,8 +92,8 @@ function overlay({ labels, sees, p, mu, A, log, ink, soft }) {
     s.push(`<text x="${f(U(x))}" y="${f(V(y) + 1.3)}" font-size="3.8" fill="#222" text-anchor="middle">${label}</text>`);
   }
   const x = f(X(mu)), y = f(Y(p)), push = "#C2188B";  // no objective has this color
-  const halo = (d, colour, width) => s.push(`<path d="${d}" fill="none" stroke="#fff" stroke-opacity=".85" stroke-width="${width + 0.9}"/>`,
-    `<path d="${d}" fill="none" stroke="${colour}" stroke-width="${width}"/>`);
+  const halo = (d, color, width) => s.push(`<path d="${d}" fill="none" stroke="#fff" stroke-opacity=".85" stroke-width="${width + 0.9}"/>`,
+    `<path d="${d}" fill="none" stroke="${color}" stroke-width="${width}"/>`);
   if (sees.alive) halo(`M${x} ${y}V${f(Y(sees.star))}m-2 0h4`, "#222", 0.5);
   const stepY = Y(sees.next), way = Math.sign(y - stepY), xs = axis.to(mu) < 0.93 ? f(X(mu) + 3.2) : f(X(mu) - 3.2);
   if (Math.abs(stepY - y) > 0.8) {

@@ -289,7 +289,7 @@ def test_the_address_holds_the_whole_state(js, text):
         )
 
 
-WRONG = """o=nobody;dapo o=m2po;dapo o=dapo~eps_high:-1 o=dapo~c:1 o=dapo~colour:3 o=__proto__;dapo o=dapo~__proto__:1
+WRONG = """o=nobody;dapo o=m2po;dapo o=dapo~eps_high:-1 o=dapo~c:1 o=dapo~color:3 o=__proto__;dapo o=dapo~__proto__:1
 o=dapo;dapo;dapo;dapo;dapo;dapo;dapo A=x A=NaN A= A=1e999 mu=0 p=2 eta=-1 pi=1 pi=0.5,0.5 n=1e9 k=-1 t=0.5
 %E0%A4%A <script> log=yes link=2"""
 

@@ -29,9 +29,9 @@ def population_by_bincount(rewards, group):
     """
     n = torch.bincount(group)
     total = torch.zeros(len(n), dtype=rewards.dtype).index_add(0, group, rewards)
-    centred = rewards - (total / n)[group]
-    squares = torch.zeros(len(n), dtype=rewards.dtype).index_add(0, group, centred**2)
-    return centred / ((squares / n).sqrt()[group] + 1e-4)
+    centered = rewards - (total / n)[group]
+    squares = torch.zeros(len(n), dtype=rewards.dtype).index_add(0, group, centered**2)
+    return centered / ((squares / n).sqrt()[group] + 1e-4)
 
 
 def dictionary_of_lists(scores, index):
@@ -267,7 +267,7 @@ def median_baseline(rewards, group):
     return rewards - torch.stack([rewards[group == g].quantile(0.5) for g in group])
 
 
-def divided_not_centred(rewards, group):
+def divided_not_centered(rewards, group):
     return rewards / (
         torch.stack([rewards[group == g].std(correction=0) for g in group]) + 1e-6
     )
@@ -382,7 +382,7 @@ WRONG = [  # function, estimator, oracle, cause
     (large_eps, "group_norm", "values", "shrinks"),
     (variance_for_deviation, "group_norm", "values", "variance"),
     (median_baseline, "group_mean", "values", "median"),
-    (divided_not_centred, "group_norm", "values", "nothing is subtracted"),
+    (divided_not_centered, "group_norm", "values", "nothing is subtracted"),
     (no_division, "group_norm", "values", "it is group_mean"),
     (missing_is_zero, "group_norm", "missing-reward", "before the baseline"),
     (loser_takes_nothing, "group_norm", "values", "negative advantages are dropped"),

@@ -175,7 +175,7 @@ def detached_score_function(log_prob, old_log_prob, advantages, mask, *, eps=0.2
     return -(weight * lp).mean()
 
 
-def centred_value(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+def centered_value(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     """Return PPO's loss of min((r - 1) A, ...), whose value is 0 on-policy: another
     constant, the same gradient.
     """
@@ -348,7 +348,7 @@ ZOO = [
     Case(masked_select_style, "dapo", {"eps_low": 0.1, "eps_high": 0.5}),
     Case(nan_to_num_style, "dr_grpo"),
     Case(detached_score_function, "ppo_clip"),
-    Case(centred_value, "ppo_clip"),
+    Case(centered_value, "ppo_clip"),
     Case(sign_trick, "dapo"),
     Case(log_domain_bounds, "dapo"),
     Case(loop_over_groups, "dapo"),

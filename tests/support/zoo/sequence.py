@@ -113,7 +113,7 @@ def token_variant_clips_tokens(
     return -(terms.sum(-1) / mask.sum(-1)).mean()
 
 
-def centred_over_the_batch(
+def centered_over_the_batch(
     log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
 ):
     """Return GSPO's loss with the batch's mean of each column subtracted from log r."""
@@ -180,8 +180,8 @@ ZOO = [
         why="the sequence ratio is used, the token ratio clipped",
     ),
     Case(
-        centred_over_the_batch, "gspo", oracles={"gradient", "masked-values", "micro-batches", "on-policy"},
-        why="log-ratios are centred over the batch, padding included", source="MakazhanAlpamys/Soup#723",
+        centered_over_the_batch, "gspo", oracles={"gradient", "masked-values", "micro-batches", "on-policy"},
+        why="log-ratios are centered over the batch, padding included", source="MakazhanAlpamys/Soup#723",
     ),
     Case(sum_for_positives, "up_gspo", oracles={"gradient", "on-policy"}, why="A Σ log π where the mean is meant"),
     Case(
