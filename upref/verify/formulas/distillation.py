@@ -38,6 +38,7 @@ from upref.verify.formulas.losses import (
     AGGREGATIONS,
     UNREDUCED,
     PerToken,
+    WrongLoss,
     aggregation_faults,
     batches,
     constant_input,
@@ -307,14 +308,10 @@ def _scaled(
     return _other(name, changed, settings)
 
 
-Words = Iterator[tuple[str, str, PerToken]]
-
-
-def _faults_of_divergence(d: Distillation) -> Words:
-    """Yield the words, ids and losses per token of what is done otherwise, in the order in
-    which they are tried: clamps of a token's loss, other divergences, faults of a sum over
-    the whole vocabulary, those of the temperature and the logits, and those of the k
-    tokens of a truncation.
+def _faults_of_divergence(d: Distillation) -> Iterator[WrongLoss]:
+    """Yield what is done otherwise, in the order in which it is tried: clamps of a token's
+    loss, other divergences, faults of a sum over the whole vocabulary, those of the
+    temperature and the logits, and those of the k tokens of a truncation.
     """
 
     def right(inputs: Inputs, settings: Settings) -> Tensor:
@@ -326,100 +323,128 @@ def _faults_of_divergence(d: Distillation) -> Words:
         lp, lp_teacher = _log_probs(inputs, settings)
         return DIVERGENCES[d.divergence](lp_teacher, lp, **_beta(d, settings))
 
-    yield (
+    yield WrongLoss(
         "a token's loss is clamped at 0: where the truncated sum is negative, its gradient is gone",
         "loss-clamped-at-zero",
         partial(_bounded, right, 0.0, None),
     )
     for bound in CLAMPS:
-        yield (
+        yield WrongLoss(
             f"a token's loss is clamped at {bound:g}: beyond it the gradient is gone",
             "token-loss-clamped",
             partial(_bounded, right, None, bound),
         )
     for words, other in _other_divergences(d):
-        yield words, "other-divergence", other
+        yield WrongLoss(words, "other-divergence", other)
     for words, other in _other_divergences(d):
         if "top_k" in words:
-            yield (
+            yield WrongLoss(
                 f"{words}, and a token's loss is clamped at 0: where the sum is negative, its gradient is gone",
                 "loss-clamped-at-zero",
                 partial(_bounded, other, 0.0, None),
             )
-    if not d.truncation:
-        yield from _faults_of_terms(d, swapped)
-    for words, fault_id, student, teacher in (
-        ("the temperature is left out", "temperature-missing", 1.0, 1.0),
-        ("the temperature divides the teacher's logits alone", "temperature-of-student-missing", 1.0, 0.0),
-        ("the temperature divides the student's logits alone", "temperature-of-teacher-missing", 0.0, 1.0),
-        ("logits are multiplied by the temperature", "temperature-inverted", 2.0, 2.0),
-        ("logits are divided by the temperature twice", "temperature-twice", -1.0, -1.0),
-    ):  # fmt: skip
-        yield words, fault_id, partial(_scaled, d.name, student, teacher)
-    yield (
+    if d.divergence == "jsd" and not d.truncation:
+        yield from _faults_of_jsd(swapped)
+    elif not d.truncation:
+        yield from _faults_of_terms(d)
+    for words, fault_id, student, teacher in POWERS_OF_TEMPERATURE:
+        yield WrongLoss(words, fault_id, partial(_scaled, d.name, student, teacher))
+    yield WrongLoss(
         "the loss is multiplied by the temperature",
         "loss-times-temperature",
         lambda x, s: right(x, s) * s["temperature"],
     )
     for bound in CLAMPS:
-        yield (
+        yield WrongLoss(
             f"logits are clamped to ±{bound:g}: beyond it the gradient is gone",
             "logits-clamped",
             partial(_with_logits_clamped, d.name, bound),
         )
-    yield (
+    yield WrongLoss(
         "it is averaged over the vocabulary, not summed",
         "vocabulary-averaged",
         lambda x, s: right(x, s) / x["student_logits"].shape[-1],
     )
     if d.truncation:
-        for more in (1, -1):
-            yield (
-                f"one token {'more' if more > 0 else 'less'} than k counts",
-                "top-k-off-by-one",
-                partial(_with_more_tokens, d.name, more),
-            )
-        for words, fault_id, student, teacher in NORMALIZED:
-            yield words, fault_id, partial(_normalized_apart, d, student, teacher)
-        yield (
-            "it is averaged over the k tokens, not summed",
-            "vocabulary-averaged",
-            lambda x, s: right(x, s) / s["k"],
-        )
-    yield (
+        yield from _faults_of_truncation(d, right)
+    yield WrongLoss(
         "the sign is flipped: it pushes away from the teacher",
         "teacher-sign-flipped",
         (lambda x, s: -right(x, s)),
     )
 
 
-# which of the two distributions is normalized over the k tokens
-NORMALIZED = (
+# words, id, and the powers of the temperature by which the logits of student and teacher
+# are multiplied
+POWERS_OF_TEMPERATURE = (
+    ("the temperature is left out", "temperature-missing", 1.0, 1.0),
     (
-        "the student alone is normalized over the k tokens",
-        "student-alone-renormalized",
-        True,
-        False,
+        "the temperature divides the teacher's logits alone",
+        "temperature-of-student-missing",
+        1.0,
+        0.0,
     ),
     (
-        "the teacher alone is normalized over the k tokens",
-        "teacher-alone-renormalized",
-        False,
-        True,
+        "the temperature divides the student's logits alone",
+        "temperature-of-teacher-missing",
+        0.0,
+        1.0,
     ),
+    ("logits are multiplied by the temperature", "temperature-inverted", 2.0, 2.0),
+    ("logits are divided by the temperature twice", "temperature-twice", -1.0, -1.0),
 )
 
 
-def _normalized_apart(
-    d: Distillation, student: bool, teacher: bool, inputs: Inputs, settings: Settings
+def _faults_of_truncation(d: Distillation, right: PerToken) -> Iterator[WrongLoss]:
+    """Yield what a sum over k tokens does otherwise with these tokens.
+
+    Args:
+        d: the divergence, with a truncation.
+        right: its loss of each token.
+    """
+    yield WrongLoss(
+        "one token more than k counts",
+        "top-k-off-by-one",
+        partial(_with_more_tokens, d.name, 1),
+    )
+    yield WrongLoss(
+        "one token less than k counts",
+        "top-k-off-by-one",
+        partial(_with_more_tokens, d.name, -1),
+    )
+    yield WrongLoss(
+        "the student alone is normalized over the k tokens",
+        "student-alone-renormalized",
+        partial(_one_normalized, d, "student"),
+    )
+    yield WrongLoss(
+        "the teacher alone is normalized over the k tokens",
+        "teacher-alone-renormalized",
+        partial(_one_normalized, d, "teacher"),
+    )
+    yield WrongLoss(
+        "it is averaged over the k tokens, not summed",
+        "vocabulary-averaged",
+        lambda x, s: right(x, s) / s["k"],
+    )
+
+
+def _one_normalized(
+    d: Distillation, normalized: str, inputs: Inputs, settings: Settings
 ) -> Tensor:
-    """Return the divergence over k tokens of which one distribution is normalized."""
+    """Return the divergence over k tokens of which one distribution is normalized, that of
+    the "student" or of the "teacher".
+    """
     q, p = _log_probs(inputs, settings)
-    by = q if TRUNCATIONS[d.truncation].of_student else p
-    top = by.detach().topk(min(int(settings["k"]), by.shape[-1]), -1).indices
-    q, p = q.gather(-1, top), p.gather(-1, top)
-    q = q.log_softmax(-1) if student else q
-    p = p.log_softmax(-1) if teacher else p
+    chooses = q if TRUNCATIONS[d.truncation].of_student else p
+    k = min(int(settings["k"]), chooses.shape[-1])
+    top = chooses.detach().topk(k, -1).indices
+    q = q.gather(-1, top)
+    p = p.gather(-1, top)
+    if normalized == "student":
+        q = q.log_softmax(-1)
+    else:
+        p = p.log_softmax(-1)
     return DIVERGENCES[d.divergence](q, p, **_beta(d, settings))
 
 
@@ -496,104 +521,104 @@ def _beta(d: Distillation, settings: Settings) -> dict[str, float]:
     return {"beta": settings["beta"]} if d.divergence == "jsd" else {}
 
 
-def _faults_of_terms(
-    d: Distillation, swapped: Callable[[Inputs, Settings], Tensor]
-) -> Words:
-    """Yield the words, ids and losses per token of the faults of a sum over the whole
-    vocabulary. jsd has none of those of the two KL divergences.
+def _faults_of_jsd(swapped: PerToken) -> Iterator[WrongLoss]:
+    """Yield what jsd over the whole vocabulary does otherwise with β and the mixture.
 
     Args:
-        d: the divergence, without a truncation.
-        swapped: the loss per token with student and teacher exchanged.
+        swapped: its loss of each token with student and teacher exchanged.
+    """
+    yield WrongLoss("β and 1 - β are exchanged", "beta-inverted", swapped)
+    yield WrongLoss(
+        "the mixture is of log-probabilities, not of probabilities",
+        "mixture-of-logs",
+        lambda x, s: _jsd_of_logs(*_log_probs(x, s), s["beta"]),
+    )
+    yield WrongLoss(
+        "the mixture is the softmax of mixed logits, not the mean of probabilities",
+        "mixture-of-logits",
+        lambda x, s: _jsd_of_logs(*_log_probs(x, s), s["beta"], normalized=True),
+    )
+    yield WrongLoss(
+        "both divergences are taken from the mixture, KL(m ‖ π_T) and KL(m ‖ π), not to it",
+        "mixture-exchanged",
+        lambda x, s: _jsd_from_mixture(*_log_probs(x, s), s["beta"]),
+    )
+    yield WrongLoss(
+        "β is in the mixture alone: both divergences count half",
+        "beta-in-mixture-alone",
+        lambda x, s: _jsd_unweighted(*_log_probs(x, s), s["beta"]) / 2,
+    )
+    yield WrongLoss(
+        "the two divergences are added, not weighted by β and 1 - β",
+        "beta-missing",
+        lambda x, s: _jsd_unweighted(*_log_probs(x, s), s["beta"]),
+    )
+
+
+def _faults_of_terms(d: Distillation) -> Iterator[WrongLoss]:
+    """Yield what a KL divergence over the whole vocabulary does otherwise with its terms.
+
+    Args:
+        d: reverse_kl or forward_kl, without a truncation.
     """
 
-    def of_logs(
-        formula: Callable[[Tensor, Tensor], Tensor],
-    ) -> PerToken:
+    def of_logs(formula: Callable[[Tensor, Tensor], Tensor]) -> PerToken:
         """Return a loss per token of log π and log π_T."""
         return lambda x, s: formula(*_log_probs(x, s))
 
-    if d.divergence == "jsd":
-        yield "β and 1 - β are exchanged", "beta-inverted", swapped
-        yield (
-            "the mixture is of log-probabilities, not of probabilities",
-            "mixture-of-logs",
-            lambda x, s: _jsd_of_logs(*_log_probs(x, s), s["beta"]),
-        )
-        yield (
-            "the mixture is the softmax of mixed logits, not the mean of probabilities",
-            "mixture-of-logits",
-            lambda x, s: _jsd_of_logs(*_log_probs(x, s), s["beta"], normalized=True),
-        )
-        yield (
-            "both divergences are taken from the mixture, KL(m ‖ π_T) and KL(m ‖ π), not to it",
-            "mixture-exchanged",
-            lambda x, s: _jsd_from_mixture(*_log_probs(x, s), s["beta"]),
-        )
-        yield (
-            "β is in the mixture alone: both divergences count half",
-            "beta-in-mixture-alone",
-            lambda x, s: _jsd_unweighted(*_log_probs(x, s), s["beta"]) / 2,
-        )
-        yield (
-            "the two divergences are added, not weighted by β and 1 - β",
-            "beta-missing",
-            lambda x, s: _jsd_unweighted(*_log_probs(x, s), s["beta"]),
-        )
-        return
-    yield (
+    yield WrongLoss(
         "the weights π are detached: on the whole vocabulary its gradient is 0",
         "weights-detached",
         of_logs(lambda q, p: (q.exp().detach() * (q - p)).sum(-1)),
     )
-    yield (
+    yield WrongLoss(
         "the log-ratio is detached: the gradient flows through the weights alone, which is right for "
         "reverse_kl",
         "log-ratio-detached",
         of_logs(lambda q, p: (p.exp() * (p - q).exp().detach() * q).sum(-1)),
     )
-    yield (
+    yield WrongLoss(
         "the cross-entropy with the student's weights alone: the student's entropy is missing",
         "entropy-missing",
         of_logs(lambda q, p: -(q.exp() * p).sum(-1)),
     )
-    yield (
+    yield WrongLoss(
         "the teacher is left out: it is the student's negative entropy",
         "teacher-missing",
         of_logs(lambda q, p: (q.exp() * q).sum(-1)),
     )
-    yield (
+    yield WrongLoss(
         "absolute values of the terms are summed",
         "terms-absolute",
         of_logs(lambda q, p: (q.exp() * (q - p)).abs().sum(-1)),
     )
-    yield (
+    yield WrongLoss(
         "the mean of the forward and the reverse KL",
         "other-divergence",
         of_logs(lambda q, p: ((q.exp() - p.exp()) * (q - p)).sum(-1) / 2),
     )
-    yield (
+    yield WrongLoss(
         "the teacher's likeliest token is the label: its other probabilities are lost",
         "hard-labels",
         of_logs(lambda q, p: -q.gather(-1, p.argmax(-1, keepdim=True))[..., 0]),
     )
     for guard in (1e-4, 1e-5, 1e-6, 1e-8, 1e-10, 1e-12):
-        yield (
+        yield WrongLoss(
             f"{guard:g} is added to probabilities inside of the logarithms",
             "guard-in-logarithm",
             of_logs(partial(_with_guard, d.divergence, guard)),
         )
-    yield (
+    yield WrongLoss(
         "the squared difference of the probabilities",
         "squared-difference-of-probabilities",
         of_logs(lambda q, p: ((q.exp() - p.exp()) ** 2).sum(-1)),
     )
-    yield (
+    yield WrongLoss(
         "the squared difference of the logits",
         "squared-difference-of-logits",
         lambda x, s: ((x["student_logits"] - x["teacher_logits"]) ** 2).sum(-1),
     )
-    yield (
+    yield WrongLoss(
         "the logits are not normalized: their difference replaces log π - log π_T",
         "logits-not-normalized",
         lambda x, s: (
@@ -603,13 +628,13 @@ def _faults_of_terms(
         ).sum(-1),
     )
     for bound in CLAMPS:
-        yield (
+        yield WrongLoss(
             f"the log-ratio of each token is clamped to ±{bound:g}",
             "log-ratio-clamped",
             of_logs(partial(_clamped, d.divergence, bound)),
         )
     for places, where in ((1, "late"), (-1, "early")):
-        yield (
+        yield WrongLoss(
             f"the teacher's distribution is one token too {where}",
             f"teacher-one-token-{where}",
             partial(_with_teacher_moved, d.name, places),
@@ -619,16 +644,22 @@ def _faults_of_terms(
 def _with_guard(divergence: str, guard: float, q: Tensor, p: Tensor) -> Tensor:
     """Return a divergence with a number added inside of its logarithms."""
     ratio = (q.exp() + guard).log() - (p.exp() + guard).log()
-    weight, sign = (q, 1) if divergence == "reverse_kl" else (p, -1)
-    return (weight.exp() * sign * ratio).sum(-1)
+    return _sum_of_terms(divergence, q, p, ratio)
 
 
 def _clamped(divergence: str, bound: float, q: Tensor, p: Tensor) -> Tensor:
     """Return a divergence whose log-ratio is clamped."""
     ratio = (q - p).clamp(-bound, bound)
-    weight = q if divergence == "reverse_kl" else p
-    sign = 1 if divergence == "reverse_kl" else -1
-    return (weight.exp() * sign * ratio).sum(-1)
+    return _sum_of_terms(divergence, q, p, ratio)
+
+
+def _sum_of_terms(divergence: str, q: Tensor, p: Tensor, ratio: Tensor) -> Tensor:
+    """Return Σ π ratio of reverse_kl, or -Σ π_T ratio of forward_kl, where `ratio` stands
+    for log π - log π_T.
+    """
+    if divergence == "reverse_kl":
+        return (q.exp() * ratio).sum(-1)
+    return (-p.exp() * ratio).sum(-1)
 
 
 def _mixture(q: Tensor, p: Tensor, beta: float) -> Tensor:
@@ -659,87 +690,88 @@ def _jsd_of_logs(q: Tensor, p: Tensor, beta: float, normalized: bool = False) ->
     return beta * first + (1 - beta) * (q.exp() * (q - m)).sum(-1)
 
 
-def _faults_of_sampled(name: str) -> Words:
-    """Yield the words, ids and losses per token of the faults of a form that has the
-    sampled token alone.
+def _faults_of_sampled(name: str) -> Iterator[WrongLoss]:
+    """Yield what is done otherwise in a form that has the sampled token alone.
 
     Args:
         name: a key of SAMPLED.
     """
-    d = {"sampled_reverse_kl": "KL(π ‖ π_T)", "sampled_forward_kl": "KL(π_T ‖ π)"}[name]
+    is_forward = name == "sampled_forward_kl"
+    own_kl = "KL(π_T ‖ π)" if is_forward else "KL(π ‖ π_T)"
 
-    def logs(
-        formula: Callable[[Tensor, Tensor], Tensor],
-    ) -> PerToken:
+    def logs(formula: Callable[[Tensor, Tensor], Tensor]) -> PerToken:
         """Return a loss per token of the two log-probabilities."""
         return lambda x, s: formula(x["log_prob"], x["teacher_log_prob"])
 
-    yield (
-        f"log π - log π_T itself as a loss (k1): its gradient is 1 on every token, 0 in expectation, not that of {d}",
+    yield WrongLoss(
+        f"log π - log π_T itself as a loss (k1): its gradient is 1 on every token, 0 in expectation, not that of {own_kl}",
         "k1-as-loss",
         logs(lambda q, p: q - p),
     )
-    yield (
+    yield WrongLoss(
         "log π_T - log π itself as a loss: its gradient is -1 on every token, 0 in expectation",
         "k1-as-loss",
         logs(lambda q, p: p - q),
     )
-    yield (
+    yield WrongLoss(
         "log π - log π_T is not detached in front of log π",
         "log-ratio-not-detached",
         logs(lambda q, p: (q - p) * q),
     )
-    other = next(n for n in SAMPLED if n != name)
-    yield f"its gradient is that of {other}", "other-divergence", logs(SAMPLED[other])
-    yield (
-        f"its gradient is that of {other}, as of k3"
-        if other == "sampled_forward_kl"
-        else f"its gradient is that of {other} and of log π(o)",
+    other = "sampled_reverse_kl" if is_forward else "sampled_forward_kl"
+    words_of_other = f"its gradient is that of {other}"
+    beside = " and of log π(o)" if is_forward else ", as of k3"
+    yield WrongLoss(words_of_other, "other-divergence", logs(SAMPLED[other]))
+    yield WrongLoss(
+        f"{words_of_other}{beside}",
         "other-divergence",
         partial(with_baseline, other),
     )
-    yield (
-        "the ratio is π/π_T, not π_T/π: what the teacher prefers counts less"
-        if name == "sampled_forward_kl"
-        else "sg(π/π_T) log π(o): a ratio of probabilities takes the place of the log-ratio",
-        "teacher-ratio-inverted",
-        logs(lambda q, p: -(q - p).detach().exp() * q)
-        if name == "sampled_forward_kl"
-        else logs(lambda q, p: (q - p).detach().exp() * q),
-    )
-    yield (
+    if is_forward:
+        yield WrongLoss(
+            "the ratio is π/π_T, not π_T/π: what the teacher prefers counts less",
+            "teacher-ratio-inverted",
+            logs(lambda q, p: -(q - p).detach().exp() * q),
+        )
+    else:
+        yield WrongLoss(
+            "sg(π/π_T) log π(o): a ratio of probabilities takes the place of the log-ratio",
+            "teacher-ratio-inverted",
+            logs(lambda q, p: (q - p).detach().exp() * q),
+        )
+    yield WrongLoss(
         "|log π - log π_T|: only the sign of the difference is left",
         "absolute-log-ratio",
         logs(lambda q, p: (q - p).abs()),
     )
-    yield (
+    yield WrongLoss(
         "(log π - log π_T)²: twice k2",
         "k2-half-missing",
         logs(lambda q, p: (q - p) ** 2),
     )
-    yield (
+    yield WrongLoss(
         "π (log π - log π_T): weighted by a probability though the token is sampled",
         "k1-times-probability",
         logs(lambda q, p: q.exp() * (q - p)),
     )
-    yield (
+    yield WrongLoss(
         "π_T (log π_T - log π): weighted by a probability though the token is sampled",
         "k1-times-probability",
         logs(lambda q, p: p.exp() * (p - q)),
     )
     for bound in CLAMPS:
-        yield (
+        yield WrongLoss(
             f"the log-ratio of each token is clamped to ±{bound:g}",
             "log-ratio-clamped",
             logs(partial(_sampled_with_clamp, bound)),
         )
-        if name == "sampled_forward_kl":
-            yield (
+        if is_forward:
+            yield WrongLoss(
                 f"the ratio π_T/π is clamped at {bound:g}",
                 "teacher-ratio-clamped",
                 logs(partial(_ratio_with_clamp, bound)),
             )
-    yield (
+    yield WrongLoss(
         "the sign is flipped: it pushes away from the teacher",
         "teacher-sign-flipped",
         logs(lambda q, p: -SAMPLED[name](q, p)),
@@ -754,13 +786,12 @@ def known(name: str, agg: str) -> tuple[Fault[Formula], ...]:
         agg: the aggregation that it should have.
     """
     role_of_gradient = "log_prob" if name in SAMPLED else "student_logits"
-    words = tuple(
-        _faults_of_sampled(name)
-        if name in SAMPLED
-        else _faults_of_divergence(distillation.get(name))
-    )
+    if name in SAMPLED:
+        wrong_losses = tuple(_faults_of_sampled(name))
+    else:
+        wrong_losses = tuple(_faults_of_divergence(distillation.get(name)))
     cut = "no gradient reaches the student: it is detached, computed under no_grad, or it cancels"
-    if any(fault_id == "weights-detached" for _, fault_id, _ in words):
+    if any(wrong.id == "weights-detached" for wrong in wrong_losses):
         cut += ", or the weights π alone are detached, and Σ π ∇ log π is 0"
     no_gradient = Fault[Formula](
         cut,
@@ -769,8 +800,12 @@ def known(name: str, agg: str) -> tuple[Fault[Formula], ...]:
     )
     of_sum = aggregation_faults(per_token(name), role_of_gradient, agg)
     of_terms = (
-        Fault(text, gradient_formula(loss, role_of_gradient), id=fault_id)
-        for text, fault_id, loss in words
+        Fault(
+            wrong.words,
+            gradient_formula(wrong.per_token, role_of_gradient),
+            id=wrong.id,
+        )
+        for wrong in wrong_losses
     )
     is_sampled = name in SAMPLED
     shifts = shift_faults(
@@ -960,12 +995,12 @@ def check_distillation(
     case, is_right = _choose_case(function, divergence, agg, own, given)
     findings, outcomes = run(every, case, skip)
     shown = {k: v for k, v in case.settings.items() if k != "agg"}
-    unreduced = case.settings["agg"] == UNREDUCED
+    objective = divergence
+    if case.settings["agg"] != UNREDUCED and agg != "token-mean":
+        objective += f" with {agg}"
     return Report(
         loss=function.name,
-        objective=divergence
-        if unreduced or agg == "token-mean"
-        else f"{divergence} with {agg}",
+        objective=objective,
         hp=shown,
         findings=findings,
         read_as=function.read_as,
@@ -982,20 +1017,18 @@ def _require_inputs(function: NamedFunction, is_sampled: bool) -> None:
     """Raise InputError for a function that lacks a student or a teacher, or that takes an
     old policy beside logits.
     """
-    pairs = (
-        [{"log_prob"}, {"teacher_log_prob"}]
-        if is_sampled
-        else [
-            {"student_logits", "log_prob"},
-            {"teacher_logits", "teacher_log_prob", "teacher_top_log_prob"},
-        ]
-    )
+    # of each set the function takes one input at least
+    of_student = {"student_logits", "log_prob"}
+    of_teacher = {"teacher_logits", "teacher_log_prob", "teacher_top_log_prob"}
+    if is_sampled:
+        of_student = {"log_prob"}
+        of_teacher = {"teacher_log_prob"}
     if "old_log_prob" in function.reads and not is_sampled:
         raise InputError(
             f"{function.name} takes log-probabilities of an old policy, which only the sampled forms have: "
             f"{' or '.join(SAMPLED)}."
         )
-    for names_of_one in pairs:
+    for names_of_one in (of_student, of_teacher):
         if not names_of_one & function.reads:
             read_as = ", ".join(f"{p} ({r})" for p, r in function.roles.items())
             raise InputError(

@@ -6,7 +6,7 @@ gradient is compared, and the value beside it. Distillation and value losses sha
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,22 @@ from upref.verify.report import Finding, fail, note
 
 # one number per token, [B, T]
 PerToken = Callable[[Inputs, Settings], Tensor]
+
+
+class WrongLoss(NamedTuple):
+    """A loss of each token that does something otherwise than the right one.
+
+    Attributes:
+        words: what it does, for a report.
+        id: of the fault.
+        per_token: the loss.
+    """
+
+    words: str
+    id: str
+    per_token: PerToken
+
+
 UNREDUCED = "unreduced"  # the function returns [B, T]: its caller sums
 AGGREGATIONS = (
     "token-mean",
@@ -240,22 +256,20 @@ def shift_faults(
         called: inputs that are shifted together, by what they are called in words.
     """
     groups = [*called]
-    for is_late in itertools.product((False, True), repeat=len(groups)):
-        late = [name for name, one in zip(groups, is_late, strict=True) if one]
+    every_role = {input_role for name in groups for input_role in called[name]}
+    for choice in itertools.product((False, True), repeat=len(groups)):
+        late = [name for name, is_late in zip(groups, choice, strict=True) if is_late]
         rest = [name for name in groups if name not in late]
+        late_roles = {input_role for name in late for input_role in called[name]}
         if late and rest:
             words = f"{' and '.join(late)} of the next token, beside {' and '.join(rest)} of this one"
+            fault_id = "shifted-by-one-token"
         else:
-            words = (
-                f"the {'first' if late else 'last'} slot of every response is left out"
-            )
-        roles = {one for name in late for one in called[name]}
-        every = {one for name in groups for one in called[name]}
-        yield Fault(
-            words,
-            _shifted(gradient_formula(per_token, role, own), role, roles, every),
-            id="shifted-by-one-token" if late and rest else "slot-left-out",
-        )
+            end = "first" if late else "last"
+            words = f"the {end} slot of every response is left out"
+            fault_id = "slot-left-out"
+        right = gradient_formula(per_token, role, own)
+        yield Fault(words, _shifted(right, role, late_roles, every_role), id=fault_id)
 
 
 def _shifted(formula: Formula, role: str, late: set[str], every: set[str]) -> Formula:

@@ -186,15 +186,18 @@ class Recursion:
             out[:, k] = self._answer(new_total, total, r[:, k], V[:, k])
             if self.skips:
                 total = torch.where(trained, new_total, total)
+            elif self.resets:
+                total = torch.where(trained, new_total, 0)
             else:
-                total = torch.where(trained, new_total, 0) if self.resets else new_total
+                total = new_total
             if self.skips_values:
                 next_value = torch.where(trained, V[:, k], next_value)
             else:
                 next_value = V[:, k]
         if self.from_first:
             counted = mask if self.from_first == "trained" else torch.ones_like(mask)
-            out = out * on_sum ** (counted.cumsum(1) - 1).clamp(min=0)
+            slots_before = (counted.cumsum(1) - 1).clamp(min=0)
+            out = out * on_sum**slots_before
         return torch.where(mask, out, 0)
 
     def _behind(self, inputs: Inputs, V: Tensor, gamma: float) -> Tensor:
@@ -207,7 +210,9 @@ class Recursion:
         if self.bootstrap == "none" or "values" not in inputs:
             return zeros
         value = inputs["bootstrap"].double()
-        return value / gamma if self.bootstrap == "one" and gamma else value
+        if self.bootstrap == "one" and gamma != 0:
+            return value / gamma
+        return value
 
     def _answer(self, total: Tensor, after: Tensor, r: Tensor, V: Tensor) -> Tensor:
         """Return what a slot gets, [N]; after is the sum of the next slot."""
@@ -492,12 +497,12 @@ def _whitening_faults(name: str) -> Iterator[TokenFault]:
 
 def _whitened_rows(A: Tensor, mask: Tensor, ddof: int = 1) -> Tensor:
     """Return the advantages of each response, whitened by themselves."""
-    rows = [
-        whiten_tokens(A[i : i + 1], mask[i : i + 1], ddof=ddof)
-        if mask[i].any()
-        else A[i : i + 1]
-        for i in range(len(A))
-    ]
+    rows = []
+    for i in range(len(A)):
+        row = A[i : i + 1]
+        if mask[i].any():
+            row = whiten_tokens(row, mask[i : i + 1], ddof=ddof)
+        rows.append(row)
     return torch.cat(rows)
 
 
@@ -518,17 +523,108 @@ def _normalized(
         0 on slots that are left out, and on a slot whose id no other slot has.
     """
     out = torch.zeros_like(x)
-    for one in torch.unique(ids[mask], dim=0):
-        is_one = mask & (ids == one).all(-1)
-        v = x[is_one]
-        c = v - v.mean()
+    for one_id in torch.unique(ids[mask], dim=0):
+        has_id = mask & (ids == one_id).all(-1)
+        numbers = x[has_id]
+        deviations = numbers - numbers.mean()
         if centered:
-            out[is_one] = c
-            continue
-        if len(v) > 1:
-            std = ((c * c).sum() / max(len(v) - settings["ddof"], 1)).sqrt()
-            out[is_one] = torch.where(std > 0, c / (std + settings["eps"]), 0)
+            out[has_id] = deviations
+        elif len(numbers) > 1:
+            freedom = max(len(numbers) - settings["ddof"], 1)
+            std = ((deviations * deviations).sum() / freedom).sqrt()
+            out[has_id] = torch.where(std > 0, deviations / (std + settings["eps"]), 0)
     return out
+
+
+def _of_prompt(x: Inputs) -> Tensor:
+    """Return the prompt of each turn, [N, K, 1]."""
+    return _spread(x["group"], x)[..., None]
+
+
+def _of_prompt_and_number(x: Inputs) -> Tensor:
+    """Return the prompt and the number of each turn, [N, K, 2]."""
+    return torch.stack([_spread(x["group"], x), x["mask"].long().cumsum(1)], -1)
+
+
+def _of_prompt_and_slot(x: Inputs) -> Tensor:
+    """Return the prompt and the slot of each turn, [N, K, 2]."""
+    slot = torch.arange(x["mask"].shape[1]).expand_as(x["mask"])
+    return torch.stack([_spread(x["group"], x), slot], -1)
+
+
+def _of_batch(x: Inputs) -> Tensor:
+    """Return one id for all turns, [N, K, 1]."""
+    return torch.zeros_like(x["mask"], dtype=torch.int64)[..., None]
+
+
+def _of_response(x: Inputs) -> Tensor:
+    """Return the response of each turn, [N, K, 1]."""
+    return _spread(torch.arange(len(x["mask"])), x)[..., None]
+
+
+def _of_number(x: Inputs) -> Tensor:
+    """Return the number of each turn in its response, [N, K, 1]."""
+    return x["mask"].long().cumsum(1)[..., None]
+
+
+AMONG_PROMPT = "among the turns of the prompt"
+AMONG_NUMBER = "among the turns of the same number"
+AMONG_SLOT = "among the turns of the same slot"
+# words -> ids of the turns; turns of one id are normalized together
+IDS_OF_TURNS: dict[str, Callable[[Inputs], Tensor]] = {
+    AMONG_PROMPT: _of_prompt,
+    AMONG_NUMBER: _of_prompt_and_number,
+    AMONG_SLOT: _of_prompt_and_slot,
+    "over the whole batch, whatever the prompt": _of_batch,
+    "among the turns of its own response": _of_response,
+    "among the turns of the same number in the whole batch": _of_number,
+}
+# the steps in their order -> words
+ORDERS = {
+    "normalize, discount": "normalized first and then discounted",
+    "discount, normalize": "discounted first and then normalized",
+    "normalize": "normalized, and not discounted",
+    "discount": "discounted, and not normalized",
+}
+
+
+def _turn_advantages(
+    inputs: Inputs,
+    settings: Settings,
+    ids: Callable[[Inputs], Tensor],
+    order: str,
+    centered: bool,
+) -> Tensor:
+    """Return advantages of turns, [N, K].
+
+    Args:
+        inputs: tensors by role.
+        settings: gamma, ddof and eps.
+        ids: from the inputs to the ids among which turns are normalized.
+        order: a key of ORDERS.
+        centered: whether the mean is subtracted, and nothing divides.
+    """
+    mask = inputs["mask"]
+    rewards = torch.where(mask, inputs["rewards"], 0)
+    normalize = partial(
+        _normalized,
+        mask=mask,
+        ids=ids(inputs),
+        settings=settings,
+        centered=centered,
+    )
+
+    def discount(x: Tensor) -> Tensor:
+        """Return the discounted returns."""
+        return token_advantages.discounted_returns(x, mask, gamma=settings["gamma"])
+
+    if order == "normalize, discount":
+        return discount(normalize(rewards))
+    if order == "discount, normalize":
+        return normalize(discount(rewards))
+    if order == "normalize":
+        return normalize(rewards)
+    return discount(rewards)
 
 
 def _turn_faults(name: str) -> Iterator[TokenFault]:
@@ -536,103 +632,40 @@ def _turn_faults(name: str) -> Iterator[TokenFault]:
     order of the two steps or with one of them left out, and then all with the mean
     subtracted alone. Of each kind those of the right order come first.
     """
-    by: dict[str, Callable[[Inputs], Tensor]] = {
-        "among the turns of the prompt": lambda x: _spread(x["group"], x)[..., None],
-        "among the turns of the same number": lambda x: torch.stack(
-            [_spread(x["group"], x), x["mask"].long().cumsum(1)], -1
-        ),
-        "among the turns of the same slot": lambda x: torch.stack(
-            [
-                _spread(x["group"], x),
-                torch.arange(x["mask"].shape[1]).expand_as(x["mask"]),
-            ],
-            -1,
-        ),
-        "over the whole batch, whatever the prompt": lambda x: torch.zeros_like(
-            x["mask"], dtype=torch.int64
-        )[..., None],
-        "among the turns of its own response": lambda x: _spread(
-            torch.arange(len(x["mask"])), x
-        )[..., None],
-        "among the turns of the same number in the whole batch": lambda x: (
-            x["mask"].long().cumsum(1)[..., None]
-        ),
-    }
-
-    def changed(
-        inputs: Inputs,
-        settings: Settings,
-        ids: Callable[[Inputs], Tensor],
-        order: str,
-        centered: bool,
-    ) -> Tensor:
-        """Return the advantages with this normalization.
-
-        Args:
-            inputs: tensors by role.
-            settings: gamma, ddof and eps.
-            ids: from the inputs to the ids among which turns are normalized.
-            order: a key of `orders`.
-            centered: whether the mean is subtracted, and nothing divides.
-        """
-        mask = inputs["mask"]
-        rewards = torch.where(mask, inputs["rewards"], 0)
-        normalize = partial(
-            _normalized,
-            mask=mask,
-            ids=ids(inputs),
-            settings=settings,
-            centered=centered,
-        )
-
-        def discount(x: Tensor) -> Tensor:
-            """Return the discounted returns."""
-            return token_advantages.discounted_returns(x, mask, gamma=settings["gamma"])
-
-        if order == "normalize, discount":
-            return discount(normalize(rewards))
-        if order == "discount, normalize":
-            return normalize(discount(rewards))
-        return normalize(rewards) if order == "normalize" else discount(rewards)
-
-    own_order = (
-        "normalize, discount" if TURNS[name].normalizes_first else "discount, normalize"
+    if TURNS[name].normalizes_first:
+        own_order = "normalize, discount"
+    else:
+        own_order = "discount, normalize"
+    own_among = AMONG_NUMBER if TURNS[name].by_number else AMONG_PROMPT
+    cases = itertools.product(
+        (False, True),
+        sorted(ORDERS, key=lambda order: order != own_order),
+        sorted(IDS_OF_TURNS, key=lambda among: among != own_among),
     )
-    orders = {
-        "normalize, discount": "normalized first and then discounted",
-        "discount, normalize": "discounted first and then normalized",
-        "normalize": "normalized, and not discounted",
-        "discount": "discounted, and not normalized",
-    }
-    own_ids = (
-        "among the turns of the same number"
-        if TURNS[name].by_number
-        else "among the turns of the prompt"
-    )
-    cases = [
-        (order, where, centered)
-        for centered in (False, True)
-        for order in sorted(orders, key=lambda one: one != own_order)
-        for where in sorted(by, key=lambda one: one != own_ids)
-    ]
-    for order, where, centered in cases:
-        if (order, where, centered) == (own_order, own_ids, False):
-            continue
-        if own_ids == "among the turns of the same number" and "same slot" in where:
+    for centered, order, among in cases:
+        if (order, among, centered) == (own_order, own_among, False):
+            continue  # the right one
+        if own_among == AMONG_NUMBER and among == AMONG_SLOT:
             continue  # which is the same thing where no turn is left out
-        if order == "discount" and (where != own_ids or centered):
+        if order == "discount" and (among != own_among or centered):
             continue  # nothing is normalized, so that these are one fault
-        said = [] if order == own_order else [f"rewards are {orders[order]}"]
-        if where != own_ids:
-            said.append(f"normalized {where}")
+        said = []
+        fault_id = "turns-by-other-group"
+        if order != own_order:
+            said.append(f"rewards are {ORDERS[order]}")
+            fault_id = "turns-in-other-order"
+        if among != own_among:
+            said.append(f"normalized {among}")
         if centered:
             said.append("the mean is subtracted, and nothing divides")
-        fault_id = (
-            "turns-in-other-order" if order != own_order else "turns-by-other-group"
-        )
         yield Fault(
             "; ".join(said),
-            partial(changed, ids=by[where], order=order, centered=centered),
+            partial(
+                _turn_advantages,
+                ids=IDS_OF_TURNS[among],
+                order=order,
+                centered=centered,
+            ),
             id=fault_id,
         )
 
@@ -646,15 +679,14 @@ def _missing_turn_faults(name: str) -> Iterator[TokenFault]:
         full = torch.ones_like(mask)
         rewards = torch.where(mask, inputs["rewards"], 0)
         gamma = settings["gamma"]
-        ids = _spread(inputs["group"], inputs)
-        key = torch.stack([ids, full.cumsum(1)], -1) if by_number else ids[..., None]
+        ids_of = _of_prompt_and_number if TURNS[name].by_number else _of_prompt
+        ids = ids_of({**inputs, "mask": full})
         if TURNS[name].normalizes_first:
-            normalized = _normalized(rewards, full, key, settings)
+            normalized = _normalized(rewards, full, ids, settings)
             return token_advantages.discounted_returns(normalized, mask, gamma=gamma)
         returns = token_advantages.discounted_returns(rewards, mask, gamma=gamma)
-        return torch.where(mask, _normalized(returns, full, key, settings), 0)
+        return torch.where(mask, _normalized(returns, full, ids, settings), 0)
 
-    by_number = TURNS[name].by_number
     yield Fault(
         "a turn that a response does not have enters the mean as a reward of 0",
         with_all_slots,
@@ -671,46 +703,26 @@ def _step_faults(name: str) -> Iterator[TokenFault]:
     """Yield the faults of steps that are normalized by state. Of GiGPO, which adds the
     advantage of the response, yield those of the sum too.
     """
-
-    def part(
-        inputs: Inputs,
-        settings: Settings,
-        ids: Callable[[Inputs], list[Tensor]],
-        returns: bool = True,
-        centered: bool = False,
-    ) -> Tensor:
-        """Return the step part with other ids, of rewards or of returns."""
-        mask = inputs["mask"]
-        x = torch.where(mask, inputs["rewards"], 0)
-        if returns:
-            x = token_advantages.discounted_returns(x, mask, gamma=settings["gamma"])
-        key = torch.stack(ids(inputs), -1)
-        return _normalized(x, mask, key, settings, centered)
-
-    def both(x: Inputs) -> list[Tensor]:
-        """Return the ids of prompt and state."""
-        return [_spread(x["group"], x), x["state"]]
-
     steps: tuple[tuple[str, str, Formula], ...] = (
         (
             "steps of one state are normalized across prompts",
             "steps-across-prompts",
-            partial(part, ids=lambda x: [x["state"], x["state"]]),
+            partial(_step_part, ids=lambda x: x["state"][..., None]),
         ),
         (
             "steps are normalized among all of the prompt, whatever their state",
             "steps-whatever-state",
-            partial(part, ids=lambda x: [_spread(x["group"], x)] * 2),
+            partial(_step_part, ids=_of_prompt),
         ),
         (
             "steps are normalized by their own rewards, not by the discounted returns",
             "steps-without-returns",
-            partial(part, ids=both, returns=False),
+            partial(_step_part, ids=_of_prompt_and_state, discounts=False),
         ),
         (
             "the mean of the steps is subtracted, and nothing divides",
             "no-division-by-std",
-            partial(part, ids=both, centered=True),
+            partial(_step_part, ids=_of_prompt_and_state, centered=True),
         ),
     )
     for words, fault_id, formula in steps:
@@ -718,8 +730,42 @@ def _step_faults(name: str) -> Iterator[TokenFault]:
             yield Fault(words, formula, id=fault_id)
         else:
             yield Fault(words, partial(_with_episode, step=formula), id=fault_id)
-    if name != "gigpo":
-        return
+    if name == "gigpo":
+        yield from _gigpo_faults()
+
+
+def _of_prompt_and_state(x: Inputs) -> Tensor:
+    """Return the prompt and the state of each step, [N, K, 2]."""
+    return torch.stack([_spread(x["group"], x), x["state"]], -1)
+
+
+def _step_part(
+    inputs: Inputs,
+    settings: Settings,
+    ids: Callable[[Inputs], Tensor],
+    discounts: bool = True,
+    centered: bool = False,
+) -> Tensor:
+    """Return the advantages of steps alone, [N, K].
+
+    Args:
+        inputs: tensors by role.
+        settings: gamma, ddof and eps.
+        ids: from the inputs to the ids among which steps are normalized.
+        discounts: whether discounted returns are normalized; else rewards.
+        centered: whether the mean is subtracted, and nothing divides.
+    """
+    mask = inputs["mask"]
+    x = torch.where(mask, inputs["rewards"], 0)
+    if discounts:
+        x = token_advantages.discounted_returns(x, mask, gamma=settings["gamma"])
+    return _normalized(x, mask, ids(inputs), settings, centered)
+
+
+def _gigpo_faults() -> Iterator[TokenFault]:
+    """Yield the faults of GiGPO's sum of two advantages, of the step and of the
+    response.
+    """
     yield Fault(
         "only the step part: the advantage of the response is missing",
         lambda x, s: s["omega"] * compute("step_group_norm", x, s),
@@ -802,122 +848,147 @@ def _teacher_faults(name: str) -> Iterator[TokenFault]:
     Args:
         name: a key of TEACHER. Only `distillation` has the added term.
     """
-
-    def rewards(inputs: Inputs, masked: bool = True) -> Tensor:
-        """Return log π_teacher - log π, [N, K]; `masked`: 0 on untrained slots."""
-        difference = inputs["teacher_log_prob"] - inputs["log_prob"]
-        return torch.where(inputs["mask"], difference, 0) if masked else difference
-
-    def by_position(inputs: Inputs, settings: Settings, masked: bool) -> Tensor:
-        """Return the sum whose discount is by the absolute position."""
-        r = rewards(inputs, masked)
-        weights = settings["gamma"] ** torch.arange(r.shape[1], dtype=r.dtype)
-        total = (r * weights).flip(1).cumsum(1).flip(1)
-        return torch.where(inputs["mask"], total, 0)
-
-    def through(inputs: Inputs, settings: Settings, masked: bool) -> Tensor:
-        """Return the discounted sum that runs through untrained slots, each of which
-        discounts once more.
-        """
-        total = torch.zeros(len(inputs["mask"]), dtype=torch.float64)
-        r = rewards(inputs, masked)
-        out = torch.zeros_like(r)
-        for k in reversed(range(r.shape[1])):
-            total = r[:, k] + settings["gamma"] * total
-            out[:, k] = total
-        return torch.where(inputs["mask"], out, 0)
-
     for bound in CLAMPS:
         yield Fault(
             f"the log-ratio of each token is clamped to ±{bound:g}",
             partial(_with_ratio_clamped, name, bound),
             id="log-ratio-clamped",
         )
-    if name != "distillation":
-        yield Fault(
-            "the sum is divided by the number of tokens that are left, discounted or not",
-            lambda x, s: (
-                compute("minillm", x, s)
-                / compute(
-                    "discounted_returns",
-                    {**x, "rewards": torch.ones_like(x["log_prob"])},
-                    {"gamma": 1.0},
-                ).clamp(min=1)
-            ),
-            id="divided-by-tokens-left",
-        )
-        for masked in (True, False):
-            padding = "" if masked else "; padding is not masked"
-            yield Fault(
-                f"the discount is by the absolute position, not by the distance{padding}",
-                partial(by_position, masked=masked),
-                id="discount-by-position",
-            )
-            words = (
-                "it runs through untrained slots, each of which discounts once more"
-                if masked
-                else "padding and untrained slots are added up: the differences are not masked"
-            )
-            yield Fault(
-                words,
-                partial(through, masked=masked),
-                id="untrained-slots-discount" if masked else "padding-not-masked",
-            )
-        yield Fault(
-            "the sum is not discounted: γ is 1",
-            lambda x, s: compute(name, x, {**s, "gamma": 1.0}),
-            id="gamma-missing",
-        )
-        yield Fault(
-            "each token has its own difference alone: what follows is not added up",
-            lambda x, s: rewards(x),
-            id="sum-missing",
-        )
-        yield Fault(
-            "the sum is divided by the number of trained tokens of the response",
-            lambda x, s: (
-                compute("minillm", x, s) / x["mask"].sum(1, keepdim=True).clamp(min=1)
-            ),
-            id="divided-by-length",
-        )
+    if name == "distillation":
+        yield from _faults_of_added_term()
     else:
-        yield Fault(
-            "the advantage to which it is added is left out",
-            lambda x, s: compute(
-                name, {**x, "advantages": torch.zeros_like(x["advantages"])}, s
-            ),
-            id="base-advantage-missing",
-        )
-        yield Fault(
-            "the coefficient is left out: it is 1",
-            lambda x, s: compute(name, x, {**s, "coef": 1.0}),
-            id="coefficient-missing",
-        )
-        yield Fault(
-            "the coefficient multiplies the advantage to which it is added too",
-            lambda x, s: s["coef"] * compute(name, x, {**s, "coef": 1.0}),
-            id="coefficient-on-both",
-        )
-        yield Fault(
-            "it is added with the wrong sign: it pushes away from the teacher",
-            lambda x, s: compute(name, x, {**s, "coef": -s["coef"]}),
-            id="teacher-sign-flipped",
-        )
+        yield from _faults_of_teacher_returns(name)
     yield Fault(
         "it is the other way round: log π - log π_teacher, which pushes away from the teacher",
         lambda x, s: -compute(name, x, s),
         id="teacher-sign-flipped",
     )
-    if name == "minillm":
-        for words, fault_id, recursion in RECURSIONS:
-            if not _is_of_values(recursion) and not _changes(recursion) & set(HOLES):
-                yield Fault(
-                    words.replace("reward", "difference"),
-                    partial(
-                        _of_differences, _recursive("discounted_returns", recursion)
-                    ),
-                    id=fault_id,
-                )
+    if name != "minillm":
+        return
+    for words, fault_id, recursion in RECURSIONS:
+        if _is_of_values(recursion) or _changes(recursion) & set(HOLES):
+            continue
+        yield Fault(
+            words.replace("reward", "difference"),
+            partial(_of_differences, _recursive("discounted_returns", recursion)),
+            id=fault_id,
+        )
+
+
+def _faults_of_added_term() -> Iterator[TokenFault]:
+    """Yield the faults of `distillation`, which adds a term of the teacher to an
+    advantage.
+    """
+    name = "distillation"
+    yield Fault(
+        "the advantage to which it is added is left out",
+        lambda x, s: compute(
+            name, {**x, "advantages": torch.zeros_like(x["advantages"])}, s
+        ),
+        id="base-advantage-missing",
+    )
+    yield Fault(
+        "the coefficient is left out: it is 1",
+        lambda x, s: compute(name, x, {**s, "coef": 1.0}),
+        id="coefficient-missing",
+    )
+    yield Fault(
+        "the coefficient multiplies the advantage to which it is added too",
+        lambda x, s: s["coef"] * compute(name, x, {**s, "coef": 1.0}),
+        id="coefficient-on-both",
+    )
+    yield Fault(
+        "it is added with the wrong sign: it pushes away from the teacher",
+        lambda x, s: compute(name, x, {**s, "coef": -s["coef"]}),
+        id="teacher-sign-flipped",
+    )
+
+
+def _faults_of_teacher_returns(name: str) -> Iterator[TokenFault]:
+    """Yield the faults of returns of log π_teacher - log π.
+
+    Args:
+        name: minillm or minillm_length_normalized.
+    """
+    yield Fault(
+        "the sum is divided by the number of tokens that are left, discounted or not",
+        lambda x, s: compute("minillm", x, s) / _tokens_left(x),
+        id="divided-by-tokens-left",
+    )
+    yield Fault(
+        "the discount is by the absolute position, not by the distance",
+        partial(_discounted_by_position, masked=True),
+        id="discount-by-position",
+    )
+    yield Fault(
+        "it runs through untrained slots, each of which discounts once more",
+        partial(_sum_through_untrained, masked=True),
+        id="untrained-slots-discount",
+    )
+    yield Fault(
+        "the discount is by the absolute position, not by the distance; padding is not masked",
+        partial(_discounted_by_position, masked=False),
+        id="discount-by-position",
+    )
+    yield Fault(
+        "padding and untrained slots are added up: the differences are not masked",
+        partial(_sum_through_untrained, masked=False),
+        id="padding-not-masked",
+    )
+    yield Fault(
+        "the sum is not discounted: γ is 1",
+        lambda x, s: compute(name, x, {**s, "gamma": 1.0}),
+        id="gamma-missing",
+    )
+    yield Fault(
+        "each token has its own difference alone: what follows is not added up",
+        lambda x, s: _differences(x),
+        id="sum-missing",
+    )
+    yield Fault(
+        "the sum is divided by the number of trained tokens of the response",
+        lambda x, s: (
+            compute("minillm", x, s) / x["mask"].sum(1, keepdim=True).clamp(min=1)
+        ),
+        id="divided-by-length",
+    )
+
+
+def _differences(inputs: Inputs, masked: bool = True) -> Tensor:
+    """Return log π_teacher - log π, [N, K]; `masked`: 0 on untrained slots."""
+    difference = inputs["teacher_log_prob"] - inputs["log_prob"]
+    return torch.where(inputs["mask"], difference, 0) if masked else difference
+
+
+def _tokens_left(inputs: Inputs) -> Tensor:
+    """Return how many tokens of the response train from each slot on, at least 1,
+    [N, K].
+    """
+    ones = {**inputs, "rewards": torch.ones_like(inputs["log_prob"])}
+    return compute("discounted_returns", ones, {"gamma": 1.0}).clamp(min=1)
+
+
+def _discounted_by_position(inputs: Inputs, settings: Settings, masked: bool) -> Tensor:
+    """Return the sum whose discount is by the absolute position; `masked` as of
+    `_differences`.
+    """
+    r = _differences(inputs, masked)
+    weights = settings["gamma"] ** torch.arange(r.shape[1], dtype=r.dtype)
+    total = (r * weights).flip(1).cumsum(1).flip(1)
+    return torch.where(inputs["mask"], total, 0)
+
+
+def _sum_through_untrained(inputs: Inputs, settings: Settings, masked: bool) -> Tensor:
+    """Return the discounted sum that runs through untrained slots, each of which discounts
+    once more; `masked` as of `_differences`.
+    """
+    total = torch.zeros(len(inputs["mask"]), dtype=torch.float64)
+    r = _differences(inputs, masked)
+    out = torch.zeros_like(r)
+    for k in reversed(range(r.shape[1])):
+        total = r[:, k] + settings["gamma"] * total
+        out[:, k] = total
+    return torch.where(inputs["mask"], out, 0)
 
 
 def _with_ratio_clamped(
@@ -931,59 +1002,41 @@ def _with_ratio_clamped(
 
 def _of_differences(formula: Formula, inputs: Inputs, settings: Settings) -> Tensor:
     """Return what a formula of rewards makes of log π_teacher - log π."""
-    difference = inputs["teacher_log_prob"] - inputs["log_prob"]
-    rewards = torch.where(inputs["mask"], difference, 0)
-    return formula({**inputs, "rewards": rewards}, settings)
+    return formula({**inputs, "rewards": _differences(inputs)}, settings)
 
 
 # ---- baselines -----------------------------------------------------------------------
 def _baseline_faults(name: str) -> Iterator[TokenFault]:
-    """Yield the faults of estimators that subtract a baseline from rewards."""
+    """Yield the faults of estimators that subtract a baseline from rewards: first those of
+    one estimator, then those of each that has one advantage for each response.
 
-    def of_responses(
-        baseline: Callable[[Tensor, Tensor, Inputs], Tensor], x: Inputs, s: Settings
-    ) -> Tensor:
-        """Return R minus a function of R and of which responses have one prompt."""
-        R = torch.where(x["mask"], x["rewards"], 0).sum(1)
-        has_slots = x["mask"].any(1)
-        same = (x["group"][:, None] == x["group"]) & has_slots
-        A = R - baseline(R, same.double(), x)
-        return torch.where(x["mask"], A[:, None], 0)
-
-    def mean(R: Tensor, same: Tensor, x: Inputs) -> Tensor:
-        """Return the mean of the prompt's rewards."""
-        return same @ R / same.sum(1)
-
-    def of_others(R: Tensor, same: Tensor, x: Inputs) -> Tensor:
-        """Return the mean of the other responses' rewards."""
-        size = same.sum(1)
-        return (same @ R - R) / (size - 1).clamp(min=1)
-
+    Args:
+        name: one of BASELINES.
+    """
+    less_mean = partial(_less_baseline, _mean_of_prompt)
     ways: dict[str, tuple[tuple[str, str, Formula], ...]] = {
         "opo": (
             (
                 "the baseline is the plain mean: lengths are left out",
                 "baseline-by-length-missing",
-                partial(of_responses, mean),
+                less_mean,
             ),
         ),
         "gpg": (
             (
                 "the factor N / (N - M) is left out",
                 "gpg-factor-missing",
-                partial(of_responses, mean),
+                less_mean,
             ),
             (
                 "a response counts to M where its own A is 0, also beside responses with a gradient",
                 "gpg-factor-of-nonzero-advantages",
-                lambda x, s: _times_nonzero_advantages(
-                    partial(of_responses, mean)(x, s), x
-                ),
+                lambda x, s: _times_nonzero_advantages(less_mean(x, s), x),
             ),
             (
                 "the factor is N over the number of rewards that are not 0",
                 "gpg-factor-of-nonzero-rewards",
-                lambda x, s: _times_nonzero(partial(of_responses, mean)(x, s), x),
+                lambda x, s: _times_nonzero(less_mean(x, s), x),
             ),
         ),
         "pass_at_k": (
@@ -1029,23 +1082,54 @@ def _baseline_faults(name: str) -> Iterator[TokenFault]:
     }
     for words, fault_id, formula in ways[name]:
         yield Fault(words, formula, id=fault_id)
-    if name in RESPONSES:
+    if name not in RESPONSES:
+        return
+    yield Fault(
+        "nothing is subtracted",
+        partial(_less_baseline, lambda R, same: torch.zeros_like(R)),
+        id="baseline-missing",
+    )
+    yield Fault(
+        "the baseline is the mean of the other responses: leave_one_out",
+        partial(_less_baseline, _mean_of_others),
+        id="estimator-leave-one-out",
+    )
+    if name != "gpg":  # which has this fault as the factor that is left out
         yield Fault(
-            "nothing is subtracted",
-            partial(of_responses, lambda R, same, x: torch.zeros_like(R)),
-            id="baseline-missing",
+            "the baseline is the mean of the responses: group_mean",
+            less_mean,
+            id="estimator-group-mean",
         )
-        yield Fault(
-            "the baseline is the mean of the other responses: leave_one_out",
-            partial(of_responses, of_others),
-            id="estimator-leave-one-out",
-        )
-        if name != "gpg":
-            yield Fault(
-                "the baseline is the mean of the responses: group_mean",
-                partial(of_responses, mean),
-                id="estimator-group-mean",
-            )
+
+
+def _less_baseline(
+    baseline: Callable[[Tensor, Tensor], Tensor], inputs: Inputs, settings: Settings
+) -> Tensor:
+    """Return the reward of each response minus a baseline, on its trained slots, [N, K].
+
+    Args:
+        baseline: from the rewards R of responses, [N], and whether two of them have one
+            prompt, [N, N] of 1 and 0, to a number for each response, [N].
+        inputs: tensors by role.
+        settings: not read.
+    """
+    mask = inputs["mask"]
+    R = torch.where(mask, inputs["rewards"], 0).sum(1)
+    has_slots = mask.any(1)
+    same = (inputs["group"][:, None] == inputs["group"]) & has_slots
+    A = R - baseline(R, same.double())
+    return torch.where(mask, A[:, None], 0)
+
+
+def _mean_of_prompt(R: Tensor, same: Tensor) -> Tensor:
+    """Return the mean of the prompt's rewards."""
+    return same @ R / same.sum(1)
+
+
+def _mean_of_others(R: Tensor, same: Tensor) -> Tensor:
+    """Return the mean of the other responses' rewards."""
+    size = same.sum(1)
+    return (same @ R - R) / (size - 1).clamp(min=1)
 
 
 def _times_nonzero(A: Tensor, inputs: Inputs) -> Tensor:

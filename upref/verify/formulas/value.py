@@ -37,6 +37,7 @@ from upref.verify.formulas.losses import (
     AGGREGATIONS,
     UNREDUCED,
     PerToken,
+    WrongLoss,
     aggregation_faults,
     batches,
     constant_input,
@@ -316,151 +317,165 @@ def _moved(
     return per_token(name)({**inputs, role: inputs[role].roll(places, 1)}, settings)
 
 
-def _words(name: str) -> Iterator[tuple[str, str, PerToken]]:
-    """Yield the words, ids and losses per token of what is done otherwise, in the order in
-    which they are tried.
+def _wrong_losses(name: str) -> Iterator[WrongLoss]:
+    """Yield what is done otherwise, in the order in which it is tried: with the clip, then
+    with the inputs and the sign.
     """
-    right = per_token(name)
     if name == "clipped":
-        yield (
-            "the smaller of the two errors counts (min), not the larger: a value that has left the range is not led back",
-            "value-minimum",
-            partial(_with_errors, lambda e, near: torch.minimum(e**2, near**2)),
-        )
-        yield (
-            "only the clipped value counts: the maximum is missing, and beyond the clip no gradient is left",
-            "value-maximum-missing",
-            partial(_with_errors, lambda e, near: near**2),
-        )
-        yield "nothing is clipped: it is mse", "value-clip-missing", per_token("mse")
-        yield (
-            "the maximum is taken after the sum: the larger of the two sums counts, not the larger error of each token",
-            "value-maximum-of-sums",
-            partial(_larger_in_sum, of_responses=False),
-        )
-        yield (
-            "the maximum is taken of the two sums of each response, not of each token",
-            "value-maximum-of-sums",
-            partial(_larger_in_sum, of_responses=True),
-        )
-        yield (
-            "the two errors are averaged, not the larger taken",
-            "value-errors-averaged",
-            partial(_with_errors, lambda e, near: (e**2 + near**2) / 2),
-        )
-        yield (
-            "the value itself is clipped to ±ε, not its distance from the old value",
-            "value-clipped-itself",
-            partial(_with_clip, lambda V, R, old, c: V.clamp(-c, c)),
-        )
-        yield (
-            "the clip is relative: from (1 - ε) V_old to (1 + ε) V_old",
-            "value-clip-relative",
-            partial(
-                _with_clip,
-                lambda V, R, old, c: torch.minimum(
-                    torch.maximum(V, old * (1 - c)), old * (1 + c)
-                ),
-            ),
-        )
-        yield (
-            "the clip is relative: V_old (1 ± ε), whatever the sign of V_old",
-            "value-clip-relative",
-            partial(_with_clip, lambda V, R, old, c: _within(V, old, c * old.abs())),
-        )
-        yield (
-            "old and new values are exchanged: the old value is clipped around the new one",
-            "value-clip-exchanged",
-            partial(_with_clip, lambda V, R, old, c: _within(old, V, c)),
-        )
-        yield (
-            "the value is clipped from above alone: the lower end of the range is missing",
-            "value-clip-one-sided",
-            partial(_with_clip, lambda V, R, old, c: torch.minimum(V, old + c)),
-        )
-        yield (
-            "the value is clipped from below alone: the upper end of the range is missing",
-            "value-clip-one-sided",
-            partial(_with_clip, lambda V, R, old, c: torch.maximum(V, old - c)),
-        )
-        yield (
-            "the errors are not squared: their absolute values count",
-            "value-error-absolute",
-            partial(_with_errors, lambda e, near: torch.maximum(e.abs(), near.abs())),
-        )
-        yield (
-            "the clipped value is detached",
-            "value-clip-detached",
-            partial(
-                _with_errors,
-                lambda e, near: torch.maximum(e**2, near.detach() ** 2),
-            ),
-        )
+        yield from _wrong_clips()
     else:
-        clips = (
-            (lambda e, near: torch.maximum(e**2, near**2)),
-            (lambda e, near: torch.minimum(e**2, near**2)),
-        )
-        yield (
-            "it is clipped: that is `clipped`",
-            "value-clipped",
-            partial(_with_errors, clips[0]),
-        )
-        yield (
-            "it is clipped, and the smaller error counts",
-            "value-minimum",
-            partial(_with_errors, clips[1]),
-        )
-        yield (
-            "the error is not squared: its absolute value counts",
-            "value-error-absolute",
-            partial(_with_errors, lambda e, near: e.abs()),
-        )
-        yield (
-            "the smooth L1 (Huber) loss",
-            "smooth-l1",
-            partial(
-                _with_errors,
-                lambda e, near: torch.nn.functional.smooth_l1_loss(
-                    e, torch.zeros_like(e), reduction="none"
-                ),
+        yield from _wrong_errors()
+    yield from _wrong_inputs(name)
+
+
+def _wrong_clips() -> Iterator[WrongLoss]:
+    """Yield what the clipped loss does otherwise with its two errors and with the clip."""
+    yield WrongLoss(
+        "the smaller of the two errors counts (min), not the larger: a value that has left the range is not led back",
+        "value-minimum",
+        partial(_with_errors, lambda e, near: torch.minimum(e**2, near**2)),
+    )
+    yield WrongLoss(
+        "only the clipped value counts: the maximum is missing, and beyond the clip no gradient is left",
+        "value-maximum-missing",
+        partial(_with_errors, lambda e, near: near**2),
+    )
+    yield WrongLoss(
+        "nothing is clipped: it is mse", "value-clip-missing", per_token("mse")
+    )
+    yield WrongLoss(
+        "the maximum is taken after the sum: the larger of the two sums counts, not the larger error of each token",
+        "value-maximum-of-sums",
+        partial(_larger_in_sum, of_responses=False),
+    )
+    yield WrongLoss(
+        "the maximum is taken of the two sums of each response, not of each token",
+        "value-maximum-of-sums",
+        partial(_larger_in_sum, of_responses=True),
+    )
+    yield WrongLoss(
+        "the two errors are averaged, not the larger taken",
+        "value-errors-averaged",
+        partial(_with_errors, lambda e, near: (e**2 + near**2) / 2),
+    )
+    yield WrongLoss(
+        "the value itself is clipped to ±ε, not its distance from the old value",
+        "value-clipped-itself",
+        partial(_with_clip, lambda V, R, old, c: V.clamp(-c, c)),
+    )
+    yield WrongLoss(
+        "the clip is relative: from (1 - ε) V_old to (1 + ε) V_old",
+        "value-clip-relative",
+        partial(
+            _with_clip,
+            lambda V, R, old, c: torch.minimum(
+                torch.maximum(V, old * (1 - c)), old * (1 + c)
             ),
-        )
+        ),
+    )
+    yield WrongLoss(
+        "the clip is relative: V_old (1 ± ε), whatever the sign of V_old",
+        "value-clip-relative",
+        partial(_with_clip, lambda V, R, old, c: _within(V, old, c * old.abs())),
+    )
+    yield WrongLoss(
+        "old and new values are exchanged: the old value is clipped around the new one",
+        "value-clip-exchanged",
+        partial(_with_clip, lambda V, R, old, c: _within(old, V, c)),
+    )
+    yield WrongLoss(
+        "the value is clipped from above alone: the lower end of the range is missing",
+        "value-clip-one-sided",
+        partial(_with_clip, lambda V, R, old, c: torch.minimum(V, old + c)),
+    )
+    yield WrongLoss(
+        "the value is clipped from below alone: the upper end of the range is missing",
+        "value-clip-one-sided",
+        partial(_with_clip, lambda V, R, old, c: torch.maximum(V, old - c)),
+    )
+    yield WrongLoss(
+        "the errors are not squared: their absolute values count",
+        "value-error-absolute",
+        partial(_with_errors, lambda e, near: torch.maximum(e.abs(), near.abs())),
+    )
+    yield WrongLoss(
+        "the clipped value is detached",
+        "value-clip-detached",
+        partial(
+            _with_errors,
+            lambda e, near: torch.maximum(e**2, near.detach() ** 2),
+        ),
+    )
+
+
+def _wrong_errors() -> Iterator[WrongLoss]:
+    """Yield what a loss without a clip does otherwise with its error."""
+    yield WrongLoss(
+        "it is clipped: that is `clipped`",
+        "value-clipped",
+        partial(_with_errors, lambda e, near: torch.maximum(e**2, near**2)),
+    )
+    yield WrongLoss(
+        "it is clipped, and the smaller error counts",
+        "value-minimum",
+        partial(_with_errors, lambda e, near: torch.minimum(e**2, near**2)),
+    )
+    yield WrongLoss(
+        "the error is not squared: its absolute value counts",
+        "value-error-absolute",
+        partial(_with_errors, lambda e, near: e.abs()),
+    )
+    yield WrongLoss(
+        "the smooth L1 (Huber) loss",
+        "smooth-l1",
+        partial(
+            _with_errors,
+            lambda e, near: torch.nn.functional.smooth_l1_loss(
+                e, torch.zeros_like(e), reduction="none"
+            ),
+        ),
+    )
+
+
+def _wrong_inputs(name: str) -> Iterator[WrongLoss]:
+    """Yield what any of the losses does otherwise with its inputs, and the wrong sign."""
+    right = per_token(name)
     for bound in CLAMPS:
         for clamped_role in ("values", "returns"):
-            yield (
+            yield WrongLoss(
                 f"the {clamped_role} are clamped to ±{bound:g}",
                 f"{clamped_role}-clamped",
                 partial(_clamped, name, clamped_role, bound),
             )
     for places, where in ((1, "early"), (-1, "late")):
-        yield (
-            f"the return is that of the token {'in front' if places > 0 else 'behind'}",
+        neighbor = "in front" if places > 0 else "behind"
+        yield WrongLoss(
+            f"the return is that of the token {neighbor}",
             f"return-one-token-{where}",
             partial(_moved, name, "returns", places),
         )
-        yield (
-            f"the value is that of the token {'in front' if places > 0 else 'behind'}",
+        yield WrongLoss(
+            f"the value is that of the token {neighbor}",
             f"value-one-token-{where}",
             partial(_moved, name, "values", places),
         )
     for ddof in (1, 0):
-        yield (
+        yield WrongLoss(
             "the returns are whitened inside of the loss",
             "returns-whitened",
             partial(_whitened_target, name, ddof),
         )
-    yield (
+    yield WrongLoss(
         "the target is the advantage, R - V_old, not the return",
         "advantage-as-target",
         lambda x, s: right({**x, "returns": x["returns"] - x["old_values"]}, s),
     )
-    yield (
+    yield WrongLoss(
         "the target is the old value, not the return",
         "old-value-as-target",
         lambda x, s: right({**x, "returns": x["old_values"]}, s),
     )
-    yield (
+    yield WrongLoss(
         "the sign is flipped: errors grow",
         "value-sign-flipped",
         lambda x, s: -right(x, s),
@@ -480,8 +495,8 @@ def known(name: str, agg: str) -> tuple[Fault[Formula], ...]:
         id="no-gradient",
     )
     of_terms = [
-        Fault(text, gradient_formula(loss, "values"), id=fault_id)
-        for text, fault_id, loss in _words(name)
+        Fault(wrong.words, gradient_formula(wrong.per_token, "values"), id=wrong.id)
+        for wrong in _wrong_losses(name)
     ]
     of_sum = aggregation_faults(per_token(name), "values", agg)
     shifts = shift_faults(
@@ -579,24 +594,28 @@ def check_value(
     every = oracles(loss)
     validate_names(every, skip)
     own = SETTINGS[loss]
-    required = ["values", "returns", *(["old_values"] if loss == "clipped" else [])]
+    required = ["values", "returns"]
+    if loss == "clipped":
+        required.append("old_values")
     function = read(fn, vocabulary(fn), required, hp, own)
-    if unknown := [k for k in hp if k not in own and k not in function.bound]:
-        raise InputError(
-            f"{loss} has no setting {unknown[0]!r}, and {function.name} no such argument; it takes {', '.join(own)}."
-        )
-    for key, number in hp.items():
+    for key in hp:
+        if key not in own and key not in function.bound:
+            raise InputError(
+                f"{loss} has no setting {key!r}, and {function.name} no such argument; it takes {', '.join(own)}."
+            )
+    given = {key: number for key, number in hp.items() if key in own}
+    for key, number in given.items():
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        if key in own and not (is_number and 0 <= number < 1e300):
+        if not is_number or not 0 <= number < 1e300:
             raise InputError(f"{key} must be a number >= 0, got {repr(number)[:60]}.")
-    given = {k: v for k, v in hp.items() if k in own}
     case, is_right = _choose_case(function, loss, agg, given)
     findings, outcomes = run(every, case, skip)
-    unreduced = case.settings["agg"] == UNREDUCED
-    plain = unreduced or agg == "token-mean"
+    objective = f"value {loss}"
+    if case.settings["agg"] != UNREDUCED and agg != "token-mean":
+        objective += f" with {agg}"
     return Report(
         loss=function.name,
-        objective=f"value {loss}" if plain else f"value {loss} with {agg}",
+        objective=objective,
         hp={k: v for k, v in case.settings.items() if k != "agg"},
         findings=findings,
         read_as=function.read_as,
