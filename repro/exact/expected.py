@@ -252,9 +252,10 @@ def _infinite(task: Task, pi: Tensor, adv: str) -> Rows:
     and deviation of a group are those of the policy. π is [S, N].
     """
     S, N = pi.shape
-    P, square = task.right(pi), per_prompt(task, pi * task.reward**2)  # E R, E R²
-    mean, var = P[:, task.prompt], (square - P**2).clamp(min=0)
-    centered = task.reward - mean
+    P = task.right(pi)  # E R of each prompt, [S, Q]
+    square = per_prompt(task, pi * task.reward**2)  # E R²
+    var = (square - P**2).clamp(min=0)
+    centered = task.reward - P[:, task.prompt]
 
     def over(x: Tensor, variance: Tensor) -> Tensor:
         """Divide by a standard deviation; 0 where there is none."""
@@ -267,9 +268,9 @@ def _infinite(task: Task, pi: Tensor, adv: str) -> Rows:
     elif adv == "group_mean_whiten":
         A = over(centered, var.mean(1, keepdim=True).expand(S, N))
     elif adv == "whiten":
-        m = P.mean(1, keepdim=True)
-        of_batch = (square.mean(1, keepdim=True) - m**2).clamp(min=0)
-        A = over(task.reward - m, of_batch.expand(S, N))
+        mean = P.mean(1, keepdim=True)  # over all prompts
+        of_batch = (square.mean(1, keepdim=True) - mean**2).clamp(min=0)
+        A = over(task.reward - mean, of_batch.expand(S, N))
     else:
         A = advantages.get(adv)(task.reward).expand(S, N)
 

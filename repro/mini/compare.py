@@ -207,11 +207,12 @@ def table(e: Plan, known: dict[str, RunRecord]) -> str:
             term = Term(arm, e.name, metric, at)
             x[arm] = [number(runs[arm, e.name, "", seed], term) for seed in seeds]
         scale = 100 if metric in FRACTIONS else 1  # `number` gives SHARES in points
-        form = ".1f" if metric in (*SHARES, *FRACTIONS) else ".3g"
+        is_share = metric in (*SHARES, *FRACTIONS)
+        form = ".1f" if is_share else ".3g"
         means = [f"{scale * float(np.mean(x[arm])):{form}}" for arm in e.arms]
         pairs = zip(x[base], x[up], strict=True)
         differences = ", ".join(f"{scale * (b - a):+{form}}" for a, b in pairs)
-        unit = " (%)" if form == ".1f" else ""
+        unit = " (%)" if is_share else ""
         rows.append([f"{metric}{unit}, {at}", *means, differences])
     columns = ["", base, up, "difference, seed by seed"]
     return markdown.table(columns, rows) + "\n"

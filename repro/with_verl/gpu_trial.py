@@ -173,8 +173,10 @@ def milestones(output: str, began: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for line in output.splitlines():
         stamp = re.search(r"\b\d\d:\d\d:\d\d\b", line)
+        if not stamp:
+            continue
         for words, meaning in MILESTONES.items():
-            if stamp and words in line:
+            if words in line:
                 after = (_seconds(stamp[0]) - _seconds(began)) % DAY
                 found.setdefault(meaning, after)
     return found

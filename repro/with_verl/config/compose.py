@@ -319,13 +319,6 @@ def _hydra(value: Any) -> str:
         return "{" + ", ".join(f"{k}: {_hydra(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_hydra, value)) + "]"
-    if (
-        isinstance(value, str)
-        and value.replace("_", "")
-        .replace(".", "")
-        .replace("/", "")
-        .replace("-", "")
-        .isalnum()
-    ):
+    if isinstance(value, str) and re.sub("[_./-]", "", value).isalnum():
         return value
     return json.dumps(value)

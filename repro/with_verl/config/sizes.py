@@ -239,17 +239,20 @@ def rewards(cfg: DictConfig) -> Iterator[str]:
     """
     path = cfg.reward.custom_reward_function.path or ""
     ours = path.endswith("repro.with_verl.reward.score")
-    module = path.removeprefix("pkg://").replace(".", "/") + ".py"
-    file = ROOT / (module if path.startswith("pkg://") else Path(path).expanduser())
+    is_module = path.startswith("pkg://")
+    file = ROOT / Path(path).expanduser()
+    if is_module:
+        file = ROOT / (path.removeprefix("pkg://").replace(".", "/") + ".py")
     name = cfg.reward.custom_reward_function.name
-    if path and not path.startswith("pkg://") and not file.is_file():
+    if path and not is_module and not file.is_file():
         yield f"reward.custom_reward_function.path={path} is not a file: name one, or a module as pkg://NAME."
     if path and file.is_file() and not defines(file, name):
         yield f"reward.custom_reward_function.name={name} is not in {file.name}: name a function of it."
     groups = cfg.algorithm.filter_groups
-    if groups and groups.enable and not cfg.trainer.use_v1:
+    filters = bool(groups and groups.enable)
+    if filters and not cfg.trainer.use_v1:
         yield "trainer.use_v1=false is a trainer that reads no algorithm.filter_groups: leave it true."
-    if groups and groups.enable and ours:
+    if filters and ours:
         key = "algorithm.filter_groups.metric"
         yield from one_of(key, groups.metric, METRICS, "metric")
     manager = cfg.reward.reward_manager.name

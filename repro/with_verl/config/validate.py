@@ -353,8 +353,10 @@ def _fits(value: Any, want: Any) -> bool:
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, w) for w in typing.get_args(want))
     want = origin or want
-    if want is Any or want is type(None):
-        return want is Any or value is None
+    if want is Any:
+        return True
+    if want is type(None):
+        return value is None
     if want is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if want is int:
@@ -363,7 +365,9 @@ def _fits(value: Any, want: Any) -> bool:
         return isinstance(value, str) or OmegaConf.is_list(value)
     if want in (list, tuple):
         return OmegaConf.is_list(value)
-    return want is not bool or isinstance(value, bool)
+    if want is bool:
+        return isinstance(value, bool)
+    return True
 
 
 def _words(want: Any) -> str:

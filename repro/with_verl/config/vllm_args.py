@@ -25,17 +25,14 @@ def names(source: str) -> list[str]:
     """Return the public fields of vLLM's argument classes, in alphabetical order, from
     the source of their module.
     """
-    tree = ast.parse(source)
-    classes = [
-        n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in CLASSES
-    ]
-    fields = [
-        f.target.id
-        for c in classes
-        for f in c.body
-        if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)
-    ]
-    return sorted({f for f in fields if not f.startswith("_")})
+    found = set()
+    for part in ast.parse(source).body:
+        if not isinstance(part, ast.ClassDef) or part.name not in CLASSES:
+            continue
+        for field in part.body:
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                found.add(field.target.id)
+    return sorted(name for name in found if not name.startswith("_"))
 
 
 def known() -> set[str]:

@@ -114,11 +114,10 @@ def epochs_in_print(scale: Scale) -> str:
         return ""
     rows = {row[0]: row[1:] for row in data["A1"]["commented"]}
     epochs = rows["Total epochs"][data["A1"]["columns"].index(experiment["methods"][0])]
-    source, batch = SOURCES["dapo_math_17k"], scale.values["data.train_batch_size"][0]
-    whole, unique = (
-        epochs * (count // batch)
-        for count in (source.count * source.copies, source.count)
-    )
+    source = SOURCES["dapo_math_17k"]
+    batch = scale.values["data.train_batch_size"][0]
+    whole = epochs * (source.count * source.copies // batch)
+    unique = epochs * (source.count // batch)
     return (
         f"Table A1 prints no steps; its LaTeX has `Total epochs {epochs}` commented out. With {batch} prompts a step "
         f"that is {whole:,} steps on the published file, which has each problem {source.copies} times, or {unique:,} "

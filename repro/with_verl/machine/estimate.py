@@ -165,13 +165,13 @@ class Estimate:
         parts = ", ".join(
             f"{name} {seconds:,.0f}" for name, seconds in self.parts.items()
         )
-        end = (
-            f"{self.steps:,} steps and {self.validations} validations of {self.validation_seconds:,.0f} s: "
-            f"{self.hours:,.0f} hours, {self.gpu_hours:,.0f} GPU-hours, {self.dollars:,.0f} dollars at "
-            f"{self.gpu.dollars:.2f} an hour (machine/gpus.toml)"
-            if self.steps
-            else "the run has no end"
-        )
+        end = "the run has no end"
+        if self.steps:
+            end = (
+                f"{self.steps:,} steps and {self.validations} validations of {self.validation_seconds:,.0f} s: "
+                f"{self.hours:,.0f} hours, {self.gpu_hours:,.0f} GPU-hours, {self.dollars:,.0f} dollars at "
+                f"{self.gpu.dollars:.2f} an hour (machine/gpus.toml)"
+            )
         return (
             f"{self.gpus} x {self.gpu.name}, {self.step_seconds:,.0f} s a step ({parts}); {end}. Memory of a GPU: "
             f"{self.train / GB:.0f} GB to train, {self.rollout / GB:.0f} GB to sample (vLLM {self.vllm / GB:.0f}, room "

@@ -124,17 +124,13 @@ def tidy(answer: str) -> str:
     together: no dollars, blanks or final stop, 1000 for 1,000 and 42 for 042, at most
     LONGEST characters; NONE where nothing is left.
     """
-    answer = re.sub(
-        r"\s+",
-        "",
-        answer.replace("$", "").replace("\\!", "").replace("\\dfrac", "\\frac"),
-    ).rstrip(".")
+    for sign, plain in (("$", ""), ("\\!", ""), ("\\dfrac", "\\frac")):
+        answer = answer.replace(sign, plain)
+    answer = re.sub(r"\s+", "", answer).rstrip(".")
     answer = re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", answer)[:LONGEST] or NONE
-    return (
-        str(int(answer))
-        if re.fullmatch(r"-?0\d*", answer) and len(answer) < 100
-        else answer
-    )
+    if re.fullmatch(r"-?0\d*", answer) and len(answer) < 100:
+        return str(int(answer))
+    return answer
 
 
 def equal(pred: str, truth: str, seconds: float = SECONDS) -> bool:
