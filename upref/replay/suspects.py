@@ -392,8 +392,10 @@ def causes_in_words(finding: str, evidence: Evidence) -> str:
     Returns:
         "cause (how to tell); cause (how to tell)", without a full stop.
     """
-    told = dict(SUSPECTS)
+    words = dict(SUSPECTS)  # name -> the cause, and how to tell it from the others
     if evidence.lags:
-        told["weights"] = (SUSPECTS["weights"][0], evidence.lags)
-    named = [told[name] for name in rank(finding, evidence)]
-    return "; ".join(f"{cause} ({to_tell})" for cause, to_tell in named)
+        # the file itself tells: its gaps by lag are in place of the advice
+        cause, _ = SUSPECTS["weights"]
+        words["weights"] = (cause, evidence.lags)
+    named = [words[name] for name in rank(finding, evidence)]
+    return "; ".join(f"{cause} ({how_to_tell})" for cause, how_to_tell in named)

@@ -155,10 +155,13 @@ def _kl_cases() -> dict[str, tuple[Any, ...]]:
     difference of the two is from -25 to 25.
     """
     lp = _float64(-2)[None]
-    differences = (0.0, 0.1, -0.1, 1.0, -1.0, 1.9, -5.0, -12.0, -25.0)
-    return {
-        f"log π_ref - log π_θ = {d:g}": (lp.clone(), lp + d) for d in differences
-    } | {"log π_ref - log π_θ = 25": (lp - 25, lp.clone())}
+    cases = {}
+    for gap in (0.0, 0.1, -0.1, 1.0, -1.0, 1.9, -5.0, -12.0, -25.0):
+        words = f"log π_ref - log π_θ = {gap:g}"
+        cases[words] = (lp.clone(), lp + gap)
+    # log π_θ is lowered: log π_ref may not be above 0
+    cases["log π_ref - log π_θ = 25"] = (lp - 25, lp.clone())
+    return cases
 
 
 def _logit_cases() -> dict[str, tuple[Any, ...]]:

@@ -65,7 +65,8 @@ HINTS = {
 
 
 def recognizes(path: Path) -> bool:
-    """Tell whether prime-rl gives such a path; other programs write .bin files too.
+    """Tell whether a path is one of prime-rl's, step_NUMBER/rank_NUMBER.bin; other
+    programs write .bin files too.
 
     Args:
         path: of a .bin file.

@@ -317,6 +317,7 @@ class Hooks:
         Its tokens are the mean over the steps of a generation batch.
         """
         trainer = self.trainer
+        loss_type = getattr(trainer, "loss_type", "")
         responses = sum(len(part["mask"]) for part in self.micro_batches)
         counts = {"ranks": float(ranks), "responses": float(responses * ranks)}
         if len(set(self.items)) == 1:  # else the step is of several generation batches
@@ -326,8 +327,8 @@ class Hooks:
             )
             counts["generation_tokens"] = self.items[0]
             counts["tokens"] = max(self.items[0], 1.0) * share
-            if getattr(trainer, "loss_type", "") == "vespo":  # its divisor is tokens
+            if loss_type == "vespo":  # its divisor is tokens
                 counts["divisor"] = counts["tokens"]
-        if getattr(trainer, "loss_type", "") == "dr_grpo":
+        if loss_type == "dr_grpo":  # its divisor is responses times this length
             counts["length"] = float(trainer.max_completion_length)
         return counts
