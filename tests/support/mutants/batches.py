@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: E501
 """The batches on which the search compares a loss with its objective, drawn over the
 declared domain, each with the gradient that the objective has there.
 
@@ -55,14 +54,18 @@ def bounds(c: Config) -> np.ndarray:
     Each hyperparameter v but beta, where it is a number other than 0, gives 1 + v, 1 -
     v, v, 1 / v, exp(v) and exp(-v). The ratios are unordered.
     """
-    hp = [
-        v
-        for k, v in c.all_hp.items()
-        if isinstance(v, int | float) and v and k != "beta"
-    ]
-    r = {1.0} | {f(v) for v in hp for f in (lambda v: 1 + v, lambda v: 1 - v, lambda v: v, lambda v: 1 / v, math.exp,
-                                            lambda v: math.exp(-v))}  # fmt: skip
-    return np.array([x for x in r if x > 1e-3])
+    of_hyperparameters: set[float] = set()
+    for name, v in c.all_hp.items():
+        if isinstance(v, int | float) and v and name != "beta":
+            of_hyperparameters.add(1 + v)
+            of_hyperparameters.add(1 - v)
+            of_hyperparameters.add(v)
+            of_hyperparameters.add(1 / v)
+            of_hyperparameters.add(math.exp(v))
+            of_hyperparameters.add(math.exp(-v))
+    # the order of this set decides which bound a seed draws
+    ratios = {1.0} | of_hyperparameters
+    return np.array([x for x in ratios if x > 1e-3])
 
 
 def draw(
@@ -83,97 +86,210 @@ def draw(
         dense: let most responses fill all columns, with few holes in the mask.
 
     Every response has a token. Masked slots are not set apart yet: `made` does that.
+    The order of the draws is part of what a seed means.
     """
     B, T = shape
     o = c.o
-    wide = o.level in REDUCE
     kind = rng.integers(4)
-    lengths = np.clip(np.exp(rng.uniform(0, math.log(T + 1), B)).astype(int), 1, T)
-    lengths = np.where(rng.random(B) < (0.85 if dense else 0.3), T, lengths)
-    at = np.arange(T)
-    start = np.where(
-        rng.random((B, 1)) < 0.3,
-        rng.integers(0, T, (B, 1)) % (T - lengths[:, None] + 1),
-        0,
-    )
-    mask = (at >= start) & (at < start + lengths[:, None])
-    if kind == 0 and (not dense or rng.random() < 0.3):  # with holes
-        mask &= rng.random((B, T)) < 0.7
-    mask[~mask.any(1), 0] = True
-    # π_old
-    old = -rng.exponential(1, (B, T)) * rng.choice(
-        [0.001, 0.05, 0.5, 2.0, 8.0], (B, 1 if kind == 1 else T)
-    )
-    old = np.where(rng.random((B, T)) < rng.choice([0.0, 0.05]), -1e-7, old)
-    # log r, around the bounds and at large
-    near = np.log(rng.choice(bounds(c), (B, 1 if wide else T)))
-    if o.reads_mu and not wide and "delta" in c.all_hp:
-        d, mu = c.all_hp["delta"], np.exp(old)
-        by = rng.choice(3, (B, T))
-        reach = np.where(
-            by == 0,
-            d / mu,
-            np.sqrt(np.maximum(1 - mu, 0) * d * np.where(by == 1, 1, 2) / mu),
-        )
-        near = np.log(np.maximum(1 + rng.choice([-1, 1], (B, T)) * reach, 1e-3))
-    close = rng.choice([-1, 1], near.shape) * 10 ** rng.uniform(-6, 0, near.shape)
-    x = near + close * np.where(np.abs(near) > 0, np.abs(near), 0.1)
-    loose = rng.normal(size=near.shape) * rng.choice(
-        [1e-4, 0.02, 0.3, 1.0, 4.0], near.shape
-    )
-    x = np.clip(np.where(rng.random(near.shape) < 0.55, x, loose), -18, 18)
-    x = np.where(
-        rng.random(near.shape) < 0.1,
-        rng.choice([-1, 1], near.shape) * rng.uniform(4, 18, near.shape),
-        x,
-    )
-    x = np.where(rng.random(near.shape) < 0.04, 0.0, x)
+    mask = _draw_mask(rng, shape, with_holes=kind == 0, dense=dense)
+    old = _draw_log_pi_old(rng, shape, one_scale_a_response=kind == 1)
+    log_r = _draw_log_ratios(c, rng, old)
     if far:
-        x = np.repeat(
-            rng.choice([-1, 1], (B, 1)) * rng.uniform(18, 900, (B, 1)), x.shape[1], 1
-        )
+        sign = rng.choice([-1, 1], (B, 1))
+        of_response = sign * rng.uniform(18, 900, (B, 1))
+        log_r = np.repeat(of_response, log_r.shape[1], 1)
         old = np.repeat(old[:, :1], T, 1)
-    if wide:  # the response's own ratio is drawn, its tokens' are scattered around it
-        n = mask.sum(1, keepdims=True)
-        noise = np.where(
-            mask, rng.normal(size=(B, T)) * rng.choice([0.001, 0.1, 1.0]), 0
-        )
-        x = (x if o.level == "sequence_mean" else x / n) + (
-            0 if far else noise - noise.sum(1, keepdims=True) / n
-        )
-    x = np.broadcast_to(x, (B, T))
+    if o.level in REDUCE:
+        log_r = _scattered_over_tokens(c, rng, log_r, mask, far)
+    log_r = np.broadcast_to(log_r, shape)
     # a token that grew so likely was rarer before
-    old = np.minimum(
-        old,
-        -np.maximum(x, 0) - rng.exponential(0.1, (B, T)) * (rng.random((B, T)) < 0.95),
-    )
-    lp = np.minimum(old + x, 0)
+    room = rng.exponential(0.1, shape) * (rng.random(shape) < 0.95)
+    old = np.minimum(old, -np.maximum(log_r, 0) - room)
+    lp = np.minimum(old + log_r, 0)
     if rng.random() < 0.2 and not far:  # on policy
         lp = old.copy()
-    # the response is the action
-    whole = o.agg == "seq-mean-token-sum" and o.adv in ("leave_one_out", "signed")
-    one = (
-        o.agg == "seq-mean" or wide or whole or rng.random() < (0.85 if dense else 0.6)
-    )
+    one = _has_one_advantage(c, rng, dense)
+    A = _draw_advantages(rng, shape, one)
+    spread = rng.choice([1e-3, 0.3, 3.0])
+    ref = np.minimum(lp - spread * np.clip(rng.normal(size=shape), -3, 3), -1e-6)
+    if far:  # where the ratio overflows, a KL term is all that is left
+        ref = lp
+    group = _draw_groups(rng, B)
+    return {
+        "log_prob": lp,
+        "old_log_prob": old,
+        "advantages": A,
+        "mask": mask,
+        "ref_log_prob": ref,
+        "entropy": rng.uniform(0, 3, shape),
+        "group": group,
+        "one": one,
+    }
+
+
+def _draw_mask(
+    rng: np.random.Generator, shape: tuple[int, int], with_holes: bool, dense: bool
+) -> np.ndarray:
+    """Draw which slots have a trained token, [B, T]: one stretch in each response, at
+    times not from the first column on; at least one token.
+
+    Args:
+        rng: the generator; its state moves.
+        shape: B and T.
+        with_holes: leave out 30% of the tokens; if `dense`, only in 30% of the batches.
+        dense: let 85% of the responses fill all columns, not 30%.
+    """
+    B, T = shape
+    lengths = np.exp(rng.uniform(0, math.log(T + 1), B)).astype(int)
+    lengths = np.clip(lengths, 1, T)
+    lengths = np.where(rng.random(B) < (0.85 if dense else 0.3), T, lengths)
+    padded_left = rng.random((B, 1)) < 0.3
+    shift = rng.integers(0, T, (B, 1)) % (T - lengths[:, None] + 1)
+    start = np.where(padded_left, shift, 0)
+    column = np.arange(T)
+    mask = (column >= start) & (column < start + lengths[:, None])
+    if with_holes and (not dense or rng.random() < 0.3):
+        mask &= rng.random(shape) < 0.7
+    mask[~mask.any(1), 0] = True
+    return mask
+
+
+def _draw_log_pi_old(
+    rng: np.random.Generator, shape: tuple[int, int], one_scale_a_response: bool
+) -> np.ndarray:
+    """Draw log π_old, [B, T], of sure to very rare tokens; in half of the batches 5% of
+    the tokens have -1e-7.
+
+    With `one_scale_a_response`, the tokens of a response are about equally likely.
+    """
+    B, T = shape
+    columns = 1 if one_scale_a_response else T
+    exponential = -rng.exponential(1, shape)
+    old = exponential * rng.choice([0.001, 0.05, 0.5, 2.0, 8.0], (B, columns))
+    nearly_sure = rng.random(shape) < rng.choice([0.0, 0.05])
+    return np.where(nearly_sure, -1e-7, old)
+
+
+def _draw_log_ratios(
+    c: Config, rng: np.random.Generator, old: np.ndarray
+) -> np.ndarray:
+    """Draw log r around the bounds and at large, within 18 of 0.
+
+    Returns:
+        [B, T], or [B, 1] if the objective has one ratio for each response.
+
+    Args:
+        c: the configuration, whose bounds half of the ratios lie around.
+        rng: the generator; its state moves.
+        old: log π_old, [B, T], on which the bounds of some objectives depend.
+    """
+    B, T = old.shape
+    o = c.o
+    of_responses = o.level in REDUCE
+    near = np.log(rng.choice(bounds(c), (B, 1 if of_responses else T)))
+    if o.reads_mu and not of_responses and "delta" in c.all_hp:
+        near = _log_bounds_by_delta(rng, c.all_hp["delta"], np.exp(old))
+    size = near.shape
+    # from a bound by a millionth of its logarithm to all of it; from 1 by at most 0.1
+    closeness = rng.choice([-1, 1], size) * 10 ** rng.uniform(-6, 0, size)
+    around = near + closeness * np.where(np.abs(near) > 0, np.abs(near), 0.1)
+    normal = rng.normal(size=size)
+    at_large = normal * rng.choice([1e-4, 0.02, 0.3, 1.0, 4.0], size)
+    log_r = np.where(rng.random(size) < 0.55, around, at_large)
+    log_r = np.clip(log_r, -18, 18)
+    is_large = rng.random(size) < 0.1
+    large = rng.choice([-1, 1], size) * rng.uniform(4, 18, size)
+    log_r = np.where(is_large, large, log_r)
+    is_on_policy = rng.random(size) < 0.04
+    return np.where(is_on_policy, 0.0, log_r)
+
+
+def _log_bounds_by_delta(
+    rng: np.random.Generator, delta: float, mu: np.ndarray
+) -> np.ndarray:
+    """Draw the logarithm of a bound that depends on π_old, [B, T]: its distance from 1
+    is δ/π_old, or the root of (1 - π_old) δ/π_old or of twice that.
+    """
+    form = rng.choice(3, mu.shape)
+    factor = np.where(form == 1, 1, 2)
+    root = np.sqrt(np.maximum(1 - mu, 0) * delta * factor / mu)
+    distance = np.where(form == 0, delta / mu, root)
+    bound = 1 + rng.choice([-1, 1], mu.shape) * distance
+    return np.log(np.maximum(bound, 1e-3))
+
+
+def _scattered_over_tokens(
+    c: Config, rng: np.random.Generator, log_s: np.ndarray, mask: np.ndarray, far: bool
+) -> np.ndarray:
+    """Return tokens' log r, [B, T], whose mean or sum in a response is the log s that
+    was drawn.
+
+    Args:
+        c: the configuration: its level is the mean or the sum.
+        rng: the generator; its state moves.
+        log_s: of each response, [B, 1].
+        mask: [B, T].
+        far: give every token of a response the same log r.
+    """
+    n = mask.sum(1, keepdims=True)
+    scattered = rng.normal(size=mask.shape) * rng.choice([0.001, 0.1, 1.0])
+    noise = np.where(mask, scattered, 0)
+    of_token = log_s if c.o.level == "sequence_mean" else log_s / n
+    if far:
+        return of_token
+    return of_token + (noise - noise.sum(1, keepdims=True) / n)
+
+
+def _has_one_advantage(c: Config, rng: np.random.Generator, dense: bool) -> bool:
+    """Return whether each response has one advantage: always where the objective needs
+    that, else at random. The generator moves in the second case only.
+    """
+    o = c.o
+    if o.agg == "seq-mean" or o.level in REDUCE:
+        return True
+    if o.agg == "seq-mean-token-sum" and o.adv in ("leave_one_out", "signed"):
+        return True  # the response is the action
+    return rng.random() < (0.85 if dense else 0.6)
+
+
+def _draw_advantages(
+    rng: np.random.Generator, shape: tuple[int, int], one: bool
+) -> np.ndarray:
+    """Draw advantages [B, T], 0 in 7% of the responses, else 1e-6 to 40 or about normal
+    in size. one: every token of a response has the same.
+    """
+    B, T = shape
     size = (B, 1) if one else (B, T)
-    A = rng.choice([-1, 1], size) * np.where(rng.random((B, 1)) < 0.5, np.exp(rng.uniform(math.log(1e-6), math.log(40), size)),
-                                             np.abs(rng.normal(size=size)) + 0.05)  # fmt: skip
-    A = np.broadcast_to(A * (rng.random((B, 1)) < 0.93), (B, T))
-    ref = np.minimum(
-        lp - rng.choice([1e-3, 0.3, 3.0]) * np.clip(rng.normal(size=(B, T)), -3, 3),
-        -1e-6,
-    )
-    ref = lp if far else ref  # where the ratio overflows, a KL term is all that is left
-    group = (np.arange(B) // 2) % max(1, int(rng.integers(1, max(2, B // 2 + 1))))
-    group = rng.permutation(np.where(np.bincount(group)[group] > 1, group, 0))
-    group = np.where(
-        np.bincount(group)[group] > 1, group, group[0] if len(group) else 0
-    )
-    ids = [lambda g: g, lambda g: 3 + 17 * g, lambda g: -1 - g, lambda g: g + 2**40][
-        rng.integers(4)
-    ]
-    return {"log_prob": lp, "old_log_prob": old, "advantages": A, "mask": mask, "ref_log_prob": ref,
-            "entropy": rng.uniform(0, 3, (B, T)), "group": ids(group).astype(np.int64), "one": one}  # fmt: skip
+    sign = rng.choice([-1, 1], size)
+    of_any_size = rng.random((B, 1)) < 0.5
+    any_size = np.exp(rng.uniform(math.log(1e-6), math.log(40), size))
+    ordinary = np.abs(rng.normal(size=size)) + 0.05
+    A = sign * np.where(of_any_size, any_size, ordinary)
+    is_not_zero = rng.random((B, 1)) < 0.93
+    return np.broadcast_to(A * is_not_zero, shape)
+
+
+def _draw_groups(rng: np.random.Generator, B: int) -> np.ndarray:
+    """Draw ids of groups [B], int64: small, with gaps, negative or above 2**40. Every
+    group has two responses or more where B allows it.
+    """
+    count = max(1, int(rng.integers(1, max(2, B // 2 + 1))))
+    group = (np.arange(B) // 2) % count
+    group = rng.permutation(_without_single(group, 0))
+    group = _without_single(group, group[0] if len(group) else 0)
+    match rng.integers(4):
+        case 1:
+            group = 3 + 17 * group
+        case 2:
+            group = -1 - group
+        case 3:
+            group = group + 2**40
+    return group.astype(np.int64)
+
+
+def _without_single(group: np.ndarray, other: int) -> np.ndarray:
+    """Return the groups; a response that is alone in its group is put into `other`."""
+    return np.where(np.bincount(group)[group] > 1, group, other)
 
 
 def made(
@@ -201,63 +317,82 @@ def made(
     the gradient by a thousandth.
     """
     one = arrays.pop("one")
-    t = {k: torch.tensor(np.array(v)) for k, v in arrays.items()}
+    t = _tensors(arrays, rng, empty)
     mask = t["mask"]
-    if empty:
-        t = {k: torch.cat([v, v[:1]]) for k, v in t.items()}
-        mask = t["mask"]
-        mask[-1] = False
-    for k in ("log_prob", "old_log_prob", "ref_log_prob", "advantages"):
-        junk = float(rng.choice([0.0, -1.0, -30.0, 30.0, -0.3]))
-        t[k] = t[k].masked_fill(~mask, junk)
+    lp, old = t["log_prob"], t["old_log_prob"]
     o, hp = c.o, c.all_hp
     group = t["group"] if grouped else None
-    fields = dict(logp=t["log_prob"], logp_old=t["old_log_prob"], adv=t["advantages"], mask=mask, group=group,
-                  logp_ref=t["ref_log_prob"], entropy=t["entropy"])  # fmt: skip
-
+    fields = {
+        "logp": lp,
+        "logp_old": old,
+        "adv": t["advantages"],
+        "mask": mask,
+        "group": group,
+        "logp_ref": t["ref_log_prob"],
+        "entropy": t["entropy"],
+    }
     rows = row_weights(o.agg, mask, Totals.of(mask, group))
     w = torch.as_tensor(rows, dtype=torch.float64).expand(len(mask))[:, None]
     beta = hp.pop("beta", 0)
 
-    def gradient(old: Tensor, lp: Tensor = t["log_prob"]) -> Tensor:
+    def gradient(old: Tensor, lp: Tensor = lp) -> Tensor:
         """Return dJ/dlp by the closed form of the weight, with the KL term's."""
-        g = o.gradient(
-            Rollouts.unchecked(**fields | {"logp": lp, "logp_old": old}), **hp
-        )
+        batch = Rollouts.unchecked(**fields | {"logp": lp, "logp_old": old})
+        g = o.gradient(batch, **hp)
         if beta:
             d = lp - t["ref_log_prob"]
-            g = g - beta * w * torch.where(
-                mask, {"k2": d, "k3": 1 - torch.exp(-d)}[o.kl], 0
-            )
+            slope = {"k2": d, "k3": 1 - torch.exp(-d)}[o.kl]
+            g = g - beta * w * torch.where(mask, slope, 0)
         return g
 
-    g = gradient(fields["logp_old"])
+    g = gradient(old)
     if o.agg == "seq-mean" and o.level != "sequence_product":
         w = w / mask.sum(-1, keepdim=True).clamp(min=1)
     A = t["advantages"].abs()
     scale = torch.maximum(g.abs(), w * A).clamp(min=1e-15)
-    keep = mask & g.isfinite()
+    compared = mask & g.isfinite()
     if far:
-        keep &= (g.abs() > 0.1 * w * A) & (g.abs() < 10 * w * A)
-    lp, old = t["log_prob"], t["old_log_prob"]
+        compared &= (g.abs() > 0.1 * w * A) & (g.abs() < 10 * w * A)
     # π_θ = 1 exactly is the bound r = 1 / π_old, and is what float32 makes of the last
     # 6e-8 before it
     if o.reads_mu:
-        keep &= lp < 0
-        there = [gradient(old + s) for s in (-1e-9, 1e-9)] + [
-            gradient(old, torch.where(lp > -SURE, -SURE, lp))
+        compared &= lp < 0
+        nearby = [
+            gradient(old - 1e-9),
+            gradient(old + 1e-9),
+            gradient(old, torch.where(lp > -SURE, -SURE, lp)),
         ]
-        keep &= sum((x - g).abs() / scale for x in there) < 1e-3
-    d = SINGLE * torch.maximum(lp.abs(), old.abs()).clamp(min=1)
+        compared &= sum((x - g).abs() / scale for x in nearby) < 1e-3
+    rounding = SINGLE * torch.maximum(lp.abs(), old.abs()).clamp(min=1)
 
     def jump() -> Tensor:
         """Return by how much the gradient moves, relative to scale, [B, T], where a
         log-probability is rounded to float32.
         """
-        moved = [gradient(old - d), gradient(old + d), gradient(old, lp - d)]
+        moved = [
+            gradient(old - rounding),
+            gradient(old + rounding),
+            gradient(old, lp - rounding),
+        ]
         return sum(((x - g).abs() / scale for x in moved), torch.zeros_like(g))
 
-    return Batch(t, one, g, torch.where(keep, scale, 0), far, jump)
+    return Batch(t, one, g, torch.where(compared, scale, 0), far, jump)
+
+
+def _tensors(
+    arrays: dict[str, Any], rng: np.random.Generator, empty: bool
+) -> dict[str, Tensor]:
+    """Return the arrays as tensors, with one number of junk for each in the masked
+    slots. empty: add a copy of the first response, without a token.
+    """
+    t = {k: torch.tensor(np.array(v)) for k, v in arrays.items()}
+    if empty:
+        t = {k: torch.cat([v, v[:1]]) for k, v in t.items()}
+        t["mask"][-1] = False
+    for k in ("log_prob", "old_log_prob", "ref_log_prob", "advantages"):
+        junk = float(rng.choice([0.0, -1.0, -30.0, 30.0, -0.3]))
+        t[k] = t[k].masked_fill(~t["mask"], junk)
+    return t
 
 
 @lru_cache(3)

@@ -82,25 +82,25 @@ def batches(
     rng = np.random.default_rng([seed, 3])
     for i in range(n):
         N = int(rng.choice([4, 8, 12, 30, 300]))
-        group = rng.integers(
-            0, max(1, N // int(rng.integers(2, 9)) if N < 300 else 2), N
-        ) * int(rng.integers(1, 50))
+        # 300 responses have two large groups
+        count = N // int(rng.integers(2, 9)) if N < 300 else 2
+        group = rng.integers(0, max(1, count), N)
+        group = group * int(rng.integers(1, 50))  # ids with gaps
         if i % 3 == 0:
             group = np.arange(N) // 4
         # which float16 and float32 do not hold
         group = group + (0, 0, 0, 5000, 2**40)[i % 5]
-        R = {
-            0: rng.integers(0, 2, N).astype(float),
-            1: rng.normal(size=N),
-            2: rng.integers(-8, 9, N) / 4,
-        }[i % 3 if name != "signed" else 0]
-        R = (
-            R
-            if name == "signed"
-            else R
-            * rng.choice([1.0, 1.0, 8.0, 0.25, 10 ** rng.uniform(-3.3, -2.7), 1e4])
-            + rng.choice([0.0, 0.0, 3.0, -3.0])
-        )
+        # all three are drawn: what a seed means depends on it
+        zero_or_one = rng.integers(0, 2, N).astype(float)
+        normal = rng.normal(size=N)
+        quarters = rng.integers(-8, 9, N) / 4
+        if name == "signed":
+            R = zero_or_one
+        else:
+            R = (zero_or_one, normal, quarters)[i % 3]
+            about_a_thousandth = 10 ** rng.uniform(-3.3, -2.7)
+            R = R * rng.choice([1.0, 1.0, 8.0, 0.25, about_a_thousandth, 1e4])
+            R = R + rng.choice([0.0, 0.0, 3.0, -3.0])
         if name == "whiten" and R.max() == R.min():
             continue
         yield torch.tensor(R), torch.tensor(group.astype(np.int64))
@@ -125,15 +125,15 @@ def advantage_truth(f, name: str, hp: dict[str, float], seed: int) -> str:
             if name == "leave_one_out":
                 size = (group[:, None] == group).sum(1)
                 off = off.where((size > 1) | ~off.isfinite(), 0)
-            off = float(off.nan_to_num(nan=math.inf).max())
+            largest = float(off.nan_to_num(nan=math.inf).max())
         except Exception:
             if not ran:
                 return "stillborn"
-            off = math.inf
+            largest = math.inf
         ran = True
-        if off > 1e-3:
+        if largest > 1e-3:
             return "differs"
-        if off > 1e-7:
+        if largest > 1e-7:
             return "unclear"
     return "equal"
 
@@ -147,37 +147,41 @@ def kl_truth(f, name: str, seed: int) -> str:
     """
     rng, right = np.random.default_rng([seed, 4]), kl.ESTIMATORS[name]
     for n in range(200):
-        lp = torch.tensor(-rng.exponential(2, (4, 7)), requires_grad=True)
-        ref = torch.tensor(
-            np.minimum(
-                lp.detach().numpy()
-                - np.clip(rng.normal(size=(4, 7)) * rng.choice([0.05, 1, 4]), -15, 15),
-                0,
-            )
-        )
+        broken = "stillborn" if n == 0 else "differs"
+        log_pi = -rng.exponential(2, (4, 7))
+        log_ratio = rng.normal(size=(4, 7)) * rng.choice([0.05, 1, 4])
+        log_ref = np.minimum(log_pi - np.clip(log_ratio, -15, 15), 0)
+        lp = torch.tensor(log_pi, requires_grad=True)
+        ref = torch.tensor(log_ref)
         want = right(lp, ref)
         try:
             got = f(lp, ref)
-            g = (
-                torch.autograd.grad(got.sum(), lp, allow_unused=True)[0]
-                if got.requires_grad
-                else None
-            )
+            slope = None
+            if got.requires_grad:
+                slope = torch.autograd.grad(got.sum(), lp, allow_unused=True)[0]
         except Exception:
-            return "stillborn" if n == 0 else "differs"
-        slope = torch.autograd.grad(want.sum(), lp)[0]
+            return broken
         if got.shape != want.shape:
-            return "stillborn" if n == 0 else "differs"
-        g = torch.zeros_like(slope) if g is None else g
+            return broken
+        want_slope = torch.autograd.grad(want.sum(), lp)[0]
+        if slope is None:
+            slope = torch.zeros_like(want_slope)
         off = max(
-            float(((a - b).abs() / b.abs().clamp(min=1)).nan_to_num(nan=math.inf).max())
-            for a, b in ((got, want), (g, slope))
+            _largest_difference(got, want), _largest_difference(slope, want_slope)
         )
         if off > 1e-3:
             return "differs"
         if off > 1e-7:
             return "unclear"
     return "equal"
+
+
+def _largest_difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Return the largest difference of two tensors, relative to values above 1; infinite
+    where it is not a number.
+    """
+    off = (got - want).abs() / want.abs().clamp(min=1)
+    return float(off.nan_to_num(nan=math.inf).max())
 
 
 def subjects(
@@ -231,28 +235,27 @@ def judged(
         f = compiled(text)
     except Exception:
         return row | {"truth": "stillborn"}
-    truth = (
-        advantage_truth(f, name, hp, seed)
-        if kind == "advantage"
-        else kl_truth(f, name, seed)
-    )
-    row |= {"truth": truth}
+    if kind == "advantage":
+        truth = advantage_truth(f, name, hp, seed)
+    else:
+        truth = kl_truth(f, name, seed)
+    row["truth"] = truth
     if truth == "stillborn":
         return row
     start = time.process_time()
     try:
-        report = (
-            upref.check_advantages(f, name, **hp)
-            if kind == "advantage"
-            else upref.check_kl(f, name)
-        )
-        said = "; ".join(
-            f"{x.oracle}: {x.regime}: {x.difference}" for x in report.failures[:1]
-        )
-        return row | {
-            "quick": bool(report),
-            "said": said[:300],
-            "seconds_": time.process_time() - start,
-        }
+        if kind == "advantage":
+            report = upref.check_advantages(f, name, **hp)
+        else:
+            report = upref.check_kl(f, name)
     except InputError as e:
         return row | {"quick": False, "said": f"refused: {e}"[:300]}
+    said = ""
+    if report.failures:
+        first = report.failures[0]
+        said = f"{first.oracle}: {first.regime}: {first.difference}"
+    return row | {
+        "quick": bool(report),
+        "said": said[:300],
+        "seconds_": time.process_time() - start,
+    }

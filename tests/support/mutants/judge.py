@@ -77,10 +77,12 @@ def verdict(loss: Callable, c: Config) -> Verdict:
     except InputError as e:
         return Verdict(False, f"refused: {e}", time.process_time() - start)
     with without_words():
-        for o in every():
-            found, _ = run([o], case)
-            if failures := [f for f in found if f.severity == "failure"]:
-                said = f"{failures[0].oracle}: {failures[0].regime}: {failures[0].difference}"
+        for oracle in every():
+            found, _ = run([oracle], case)
+            failures = [f for f in found if f.severity == "failure"]
+            if failures:
+                first = failures[0]
+                said = f"{first.oracle}: {first.regime}: {first.difference}"
                 return Verdict(False, said[:300], time.process_time() - start)
     return Verdict(True, "", time.process_time() - start)
 
@@ -165,9 +167,9 @@ def _holds(fault, case, c: Config, held_against: list[Batch]) -> str:
         A = x["advantages"].abs()
         scale = torch.maximum(torch.maximum(want.abs(), A), torch.tensor(1e-9))
         off = ((found - want).abs() - 3 * edge) / scale
-        off = off.masked_fill(
-            ~x["mask"] | ((x["log_prob"] - x["old_log_prob"]).abs() > 8), 0
-        ).nan_to_num(nan=1e9)
-        if off.max() > 1e-4:
+        is_far = (x["log_prob"] - x["old_log_prob"]).abs() > 8
+        off = off.masked_fill(~x["mask"] | is_far, 0)
+        # NaN is a difference
+        if off.nan_to_num(nan=1e9).max() > 1e-4:
             return "no"
     return "yes"

@@ -101,17 +101,17 @@ def subjects(
     with the share that it has of the whole.
     """
     places = [(c, s) for c in every_config() for s in STYLES if fits(s, c)]
-    counts = [
-        total * (i + 1) // len(places) - total * i // len(places)
-        for i in range(len(places))
-    ]
+    # the first i places together have total * i / len(places) mutants, rounded down
+    until = [total * i // len(places) for i in range(len(places) + 1)]
     picked: dict[int, list[Subject]] = {}
     for turn in range(ROUNDS):
-        for i, (c, s) in enumerate(places):
-            if only is None or c in only:
-                if i not in picked:
-                    picked[i] = of(c, s, counts[i], seed) if counts[i] else []
-                yield from picked[i][turn::ROUNDS]
+        for i, (c, style) in enumerate(places):
+            if only is not None and c not in only:
+                continue
+            if i not in picked:
+                count = until[i + 1] - until[i]
+                picked[i] = of(c, style, count, seed) if count else []
+            yield from picked[i][turn::ROUNDS]
 
 
 def differs_by_overflow_alone(
@@ -168,11 +168,9 @@ def judged(
     A "stillborn" or "unsearched" row has no verdict.
     """
     truths, verdicts = store_of(scratch, "truth"), store_of(scratch, "verdict")
-    key, full = (
-        digest(s.key, searcher(), str(seed), str(few), str(large)),
-        nth % WHOLE == 0,
-    )
-    if known and key not in truths.known:
+    truth_key = digest(s.key, searcher(), str(seed), str(few), str(large))
+    full = nth % WHOLE == 0  # whether the whole report is due
+    if known and truth_key not in truths.known:
         return None
 
     def find_truth() -> dict[str, Any]:
@@ -180,25 +178,25 @@ def judged(
         where its text is no Python.
         """
         try:
-            f = compiled(s.text)
+            loss = compiled(s.text)
         except Exception:
             return {"kind": "stillborn", "apart": -1.0, "tokens": 0}
-        return asdict(
-            search.truth(
-                f, s.config, s.names, s.adv, seed, few=few, large=large, single=s.single
-            )
+        size = {"few": few, "large": large}
+        truth = search.truth(
+            loss, s.config, s.names, s.adv, seed, **size, single=s.single
         )
+        return asdict(truth)
 
     def find_verdict() -> dict[str, Any]:
         """Run the checker up to the first failure, and where it is due the whole
         report; return the verdict as a row.
         """
-        f = compiled(s.text)
+        loss = compiled(s.text)
         start = time.process_time()
-        v = judge.verdict(f, s.config)
+        verdict = judge.verdict(loss, s.config)
         row = {
-            "quick": v.accepted,
-            "said": v.said,
+            "quick": verdict.accepted,
+            "said": verdict.said,
             "spent": time.process_time() - start,
             "library": library(),
         }
@@ -207,23 +205,31 @@ def judged(
             some = batches.small(s.config, "group" in s.names, seed, 24)[:24]
             # the reference refuses a row without a token
             some = [b for b in some if b.of["mask"].any(1).all()]
-            row |= asdict(judge.whole(f, s.config, some))
+            row |= asdict(judge.whole(loss, s.config, some))
         return row
 
-    t = truths.get(key, find_truth)
-    out = {"id": s.key, "config": str(s.config), "objective": s.config.o.name, "style": s.style, "operator": s.kind,
-           "what": s.what, "truth": t["kind"], "apart": t["apart"], "tokens": t["tokens"]}  # fmt: skip
+    truth = truths.get(truth_key, find_truth)
+    out = {
+        "id": s.key,
+        "config": str(s.config),
+        "objective": s.config.o.name,
+        "style": s.style,
+        "operator": s.kind,
+        "what": s.what,
+        "truth": truth["kind"],
+        "apart": truth["apart"],
+        "tokens": truth["tokens"],
+    }
     if out["truth"] == "equal" and not large and s.kind != "rewriting":
         out["truth"] = "unsearched"
     if out["truth"] in ("stillborn", "unsearched"):
         return out
-    key = digest(s.key, str(full))
-    if known:  # whichever was asked for: parts count on their own
-        keys = [digest(s.key, x) for x in ("True", "False")]
-        known_verdict = next((k for k in keys if k in verdicts.known), None)
-        if known_verdict is None:
-            return None
-        return with_habit(out | verdicts.known[known_verdict], s, seed, few)
+    if known:  # with the whole report, or without: parts of a run count on their own
+        for with_report in (True, False):
+            key = digest(s.key, str(with_report))
+            if key in verdicts.known:
+                return with_habit(out | verdicts.known[key], s, seed, few)
+        return None
 
     def stale(row: dict[str, Any]) -> bool:
         """Return whether an older library misjudged this, or gave a false cause: then it
@@ -232,7 +238,8 @@ def judged(
         is_bad = bool(wrong(out | row) or row.get("true") == "no")
         return is_bad and row["library"] != library()
 
-    return with_habit(out | verdicts.get(key, find_verdict, stale), s, seed, few)
+    verdict = verdicts.get(digest(s.key, str(full)), find_verdict, stale)
+    return with_habit(out | verdict, s, seed, few)
 
 
 def with_habit(row: dict[str, Any], s: Subject, seed: int, few: int) -> dict[str, Any]:
@@ -267,6 +274,9 @@ def wrong(row: dict[str, Any]) -> str:
     """
     if "quick" not in row:
         return ""
-    return {("differs", True): "missed", ("equal", False): "alarm"}.get(
-        (row["truth"], row["quick"]), ""
-    )
+    accepted = row["quick"]
+    if row["truth"] == "differs" and accepted:
+        return "missed"
+    if row["truth"] == "equal" and not accepted:
+        return "alarm"
+    return ""

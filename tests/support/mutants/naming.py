@@ -51,16 +51,15 @@ def named(loss: Callable, c: Config, kind: str) -> Named:
             kind == "differs", f"refused: {e}"[:200], time.process_time() - start
         )
     seconds = time.process_time() - start
-    claimed = (
-        [m for m in who.matches if m.own] if who.kind in ("objective", "up") else []
-    )
-    here = any(_is(m, c) for m in claimed)
-    said = str(who).splitlines()[0][:200]
+    claimed = []
+    if who.kind in ("objective", "up"):
+        claimed = [m for m in who.matches if m.own]
+    names_it = any(_is(m, c) for m in claimed)
     if kind == "equal":  # by its name, or by another of the same gradient
-        return Named(
-            here or (bool(claimed) and _holds(loss, claimed[0])), said, seconds
-        )
-    return Named(not here and (not claimed or _holds(loss, claimed[0])), said, seconds)
+        right = names_it or (bool(claimed) and _holds(loss, claimed[0]))
+    else:
+        right = not names_it and (not claimed or _holds(loss, claimed[0]))
+    return Named(right, str(who).splitlines()[0][:200], seconds)
 
 
 def _same(x: float | None, y: float | None) -> bool:
@@ -74,23 +73,27 @@ def _is(m: Match, c: Config) -> bool:
     """Return whether a match is this objective at these hyperparameters, to six digits;
     those that the match leaves out are not compared.
     """
+    if m.name != c.o.name:
+        return False
     want = c.all_hp
-    return m.name == c.o.name and all(
-        _same(v, want.get(k))
-        for k, v in m.hp.items()
-        if k != "beta" or v or want.get(k)
-    )
+    for name, value in m.hp.items():
+        # a beta of None and one of 0 both mean that there is no KL term
+        if name == "beta" and not value and not want.get(name):
+            continue
+        if not _same(value, want.get(name)):
+            return False
+    return True
 
 
 def _holds(loss: Callable, m: Match) -> bool:
     """Return whether check accepts the loss as the match's objective, with
     hyperparameters at the seven digits that identify prints.
     """
-    hp = {
-        k: float(f"{v:.7g}")
-        for k, v in m.hp.items()
-        if v is not None and (k != "beta" or v)
-    }
+    hp = {}
+    for name, value in m.hp.items():
+        if value is None or (name == "beta" and not value):
+            continue  # a term that is switched off
+        hp[name] = float(f"{value:.7g}")
     return verdict(loss, Config(upref.get(m.name), tuple(hp.items()))).accepted
 
 
@@ -137,11 +140,10 @@ def _row(s: Subject, seed: int) -> dict[str, Any]:
         "what": s.what,
         "library": library(),
     }
+    size = {"few": FEW, "large": 0}
     try:
         f = compiled(s.text)
-        kind = truth(
-            f, s.config, s.names, s.adv, seed, few=FEW, large=0, single=s.single
-        ).kind
+        kind = truth(f, s.config, s.names, s.adv, seed, **size, single=s.single).kind
     except Exception:
         kind = "stillborn"
     if kind == "equal" and s.kind != "rewriting":

@@ -48,35 +48,27 @@ def _walk(tree: ast.AST) -> list[tuple[ast.AST, str, int | None, ast.AST, bool]]
         """Add the node's children to `out`, each before its own. index: the node is
         inside an index or a dimension already.
         """
+        defines = isinstance(node, ast.Assign | ast.FunctionDef | ast.Lambda)
         for field, value in ast.iter_fields(node):
-            if field in ("targets", "args") and isinstance(
-                node, ast.Assign | ast.FunctionDef | ast.Lambda
-            ):
+            if defines and field in ("targets", "args"):
                 continue
-            for i, child in (
-                enumerate(value) if isinstance(value, list) else [(None, value)]
-            ):
-                if not isinstance(child, ast.AST):
-                    continue
-                dim = index or field == "slice"
-                if (
-                    isinstance(node, ast.Call)
-                    and field == "args"
-                    and isinstance(node.func, ast.Attribute)
-                ):
-                    dim = dim or node.func.attr in (
-                        "sum",
-                        "mean",
-                        "cumsum",
-                        "gather",
-                        "argmax",
-                        "index_add",
-                    )
-                out.append((node, field, i, child, dim))
-                go(child, dim)
+            is_index = index or field == "slice" or _holds_dimension(node, field)
+            children = enumerate(value) if isinstance(value, list) else [(None, value)]
+            for i, child in children:
+                if isinstance(child, ast.AST):
+                    out.append((node, field, i, child, is_index))
+                    go(child, is_index)
 
     go(tree, False)
     return out
+
+
+def _holds_dimension(node: ast.AST, field: str) -> bool:
+    """Return whether the field is the arguments of a method that takes a dimension."""
+    if not isinstance(node, ast.Call) or field != "args":
+        return False
+    takes_one = ("sum", "mean", "cumsum", "gather", "argmax", "index_add")
+    return isinstance(node.func, ast.Attribute) and node.func.attr in takes_one
 
 
 def sites(source: str) -> tuple[ast.Module, list[tuple[str, str, tuple]]]:
@@ -86,11 +78,10 @@ def sites(source: str) -> tuple[ast.Module, list[tuple[str, str, tuple]]]:
     tree = ast.parse(source)
     out = []
     for parent, field, i, node, index in _walk(tree):
-        if isinstance(node, ast.expr):
-            out += [
-                (kind, f"{text(node)} -> {new}", (parent, field, i, new))
-                for kind, new in swaps(node, index)
-            ]
+        if not isinstance(node, ast.expr):
+            continue
+        for kind, new in swaps(node, index):
+            out.append((kind, f"{text(node)} -> {new}", (parent, field, i, new)))
     return tree, out
 
 
@@ -103,10 +94,11 @@ def put(tree: ast.Module, parent: ast.AST, field: str, i: int | None, new: str) 
     except SyntaxError:
         return ""
     kept = getattr(parent, field)
-    setattr(parent, field, fresh if i is None else [*kept[:i], fresh, *kept[i + 1 :]])
-    done = ast.unparse(tree)
+    changed = fresh if i is None else [*kept[:i], fresh, *kept[i + 1 :]]
+    setattr(parent, field, changed)
+    mutated = ast.unparse(tree)
     setattr(parent, field, kept)
-    return done
+    return mutated
 
 
 def sample(
@@ -119,16 +111,19 @@ def sample(
     left out. There are fewer than n when the slips run out.
     """
     tree, every = sites(source)
-    by: dict[str, list] = {}
+    by_kind: dict[str, list] = {}
     for kind, what, where in every:
-        by.setdefault(kind, []).append((kind, what, where))
-    pools = [[p[i] for i in rng.permutation(len(p))] for _, p in sorted(by.items())]
-    out: dict[str, Mutant] = {}
-    while len(out) < n and any(pools):
+        by_kind.setdefault(kind, []).append((kind, what, where))
+    pools = []
+    for _, slips in sorted(by_kind.items()):
+        pools.append([slips[i] for i in rng.permutation(len(slips))])
+    drawn: dict[str, Mutant] = {}  # by text
+    while len(drawn) < n and any(pools):
         for i in rng.permutation(len(pools)):
-            if pools[i] and len(out) < n:
-                kind, what, where = pools[i].pop()
-                m = Mutant(kind, what, put(tree, *where))
-                if m.text not in ("", source) and allowed(m):
-                    out.setdefault(m.text, m)
-    return list(out.values())
+            if not pools[i] or len(drawn) >= n:
+                continue
+            kind, what, where = pools[i].pop()
+            mutant = Mutant(kind, what, put(tree, *where))
+            if mutant.text not in ("", source) and allowed(mutant):
+                drawn.setdefault(mutant.text, mutant)
+    return list(drawn.values())

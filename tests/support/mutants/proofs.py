@@ -160,24 +160,6 @@ def page(rows: list[Row], mutants: int, seed: int) -> str:
     reason was given for no proof.
     """
     ran = [row for row in rows if row["truth"] != "stillborn"]
-    counts = Counter((row["truth"], row["status"]) for row in ran)
-    table = [
-        [TRUTHS[truth], *(str(counts[truth, status]) for status in STATUSES)]
-        for truth in TRUTHS
-        if any(row["truth"] == truth for row in ran)
-    ]
-    reasons = Counter(
-        (kind_of(row["reason"]), row["truth"])
-        for row in ran
-        if row["status"] in ("no proof", "refused")
-    )
-    of_reason = Counter[str]()
-    for (reason, _), n in reasons.items():
-        of_reason[reason] += n
-    why = [
-        [reason, str(reasons[reason, "differs"]), str(n - reasons[reason, "differs"])]
-        for reason, n in of_reason.most_common()
-    ]
     times = sorted(row["seconds"] for row in ran)
     median, largest = times[len(times) // 2], times[-1]
     return "\n".join(
@@ -190,14 +172,44 @@ def page(rows: list[Row], mutants: int, seed: int) -> str:
             f" median {median:.1f}, largest {largest:.1f}.",
             f"Python {sys.version.split()[0]}, torch {torch.__version__}, one thread, a machine shared with other work.",
             "",
-            markdown.table(["mutants that", *STATUSES], table),
+            markdown.table(["mutants that", *STATUSES], statuses_by_truth(ran)),
             "",
             "Why there is no proof:",
             "",
-            markdown.table(["reason", "of those that differ", "of the others"], why),
+            markdown.table(
+                ["reason", "of those that differ", "of the others"],
+                reasons_for_no_proof(ran),
+            ),
             "",
         ]
     )
+
+
+def statuses_by_truth(ran: list[Row]) -> list[list[str]]:
+    """Return a row for each truth that occurs: its words, and how many mutants of it
+    have each of STATUSES.
+    """
+    counts = Counter((row["truth"], row["status"]) for row in ran)
+    table = []
+    for truth, words in TRUTHS.items():
+        if any(row["truth"] == truth for row in ran):
+            table.append([words, *(str(counts[truth, status]) for status in STATUSES)])
+    return table
+
+
+def reasons_for_no_proof(ran: list[Row]) -> list[list[str]]:
+    """Return rows [reason, how many mutants that differ have it, how many others], the
+    most frequent reason first.
+    """
+    unproved = [row for row in ran if row["status"] in ("no proof", "refused")]
+    every = Counter(kind_of(row["reason"]) for row in unproved)
+    differing = Counter(
+        kind_of(row["reason"]) for row in unproved if row["truth"] == "differs"
+    )
+    return [
+        [reason, str(differing[reason]), str(n - differing[reason])]
+        for reason, n in every.most_common()
+    ]
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from .losses import Subject, every_config
 from .operators import _walk, text
-from .styles import STYLES, Config, fits, write
+from .styles import STYLES, Config, arguments, fits, write
 from .words import number, parsed
 
 PRELUDE = """
@@ -31,53 +31,21 @@ class Exp(torch.autograd.Function):
 FLOAT32 = "float32"
 
 
+MIRRORED = {ast.Gt: "<", ast.GtE: "<=", ast.Lt: ">", ast.LtE: ">="}
+NEGATED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
+BACK = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+
+
 def others(node: ast.AST) -> Iterator[tuple[str, str]]:
     """Yield (kind of rewriting, other text of the same meaning) of one node. The kind
     is FLOAT32 where a number is rounded to that.
     """
     if isinstance(node, ast.BinOp):
-        a, b = f"({text(node.left)})", f"({text(node.right)})"
-        numeric = not any(isinstance(n, ast.Name) for n in ast.walk(node))
-        match node.op:
-            case ast.Mult():
-                yield "algebra", f"{b} * {a}"
-            case ast.Add():
-                yield "algebra", f"{b} + {a}"
-            case ast.Sub():
-                yield "algebra", f"-({b} - {a})"
-                if not numeric:
-                    yield "algebra", f"{a} + {b} * -1"
-                    yield (
-                        "calls",
-                        f"torch.sub({a}, {b})"
-                        if not number(node.left) and not number(node.right)
-                        else f"{a} - {b}",
-                    )
-            case ast.Div():
-                # 1 / an integer tensor has float32's digits
-                counts = not number(node.right)
-                yield (FLOAT32 if counts else "algebra"), f"{a} * (1.0 / {b})"
-        if numeric:
-            yield "algebra", repr(eval(text(node), {}))
-            yield FLOAT32, f"torch.tensor({text(node)})"
+        yield from _binary(node)
     elif isinstance(node, ast.Compare) and len(node.ops) == 1:
-        a, b = text(node.left), text(node.comparators[0])
-        back = {ast.Gt: "<", ast.GtE: "<=", ast.Lt: ">", ast.LtE: ">="}.get(
-            type(node.ops[0])
-        )
-        if back:
-            yield "algebra", f"({b}) {back} ({a})"
-            yield (
-                "algebra",
-                f"~(({a}) {({'<': '<=', '<=': '<', '>': '>=', '>=': '>'})[back]} ({b}))",
-            )
-        if b == "0":
-            yield (
-                "algebra",
-                f"torch.sign({a}) {({'<': '>', '<=': '>=', '>': '<', '>=': '<='}).get(back, '==')} 0",
-            )
+        yield from _compare(node)
     elif isinstance(node, ast.Call):
-        yield from _calls(node)
+        yield from _call(node)
     elif (
         isinstance(node, ast.Name)
         and isinstance(node.ctx, ast.Load)
@@ -88,82 +56,152 @@ def others(node: ast.AST) -> Iterator[tuple[str, str]]:
         yield "algebra", f"(2 * {node.id} / 2)"
 
 
-def _calls(node: ast.Call) -> Iterator[tuple[str, str]]:
+def _binary(node: ast.BinOp) -> Iterator[tuple[str, str]]:
+    """Yield (kind of rewriting, other text of the same meaning) of a sum, difference,
+    product or quotient; of one without a variable also its value.
+    """
+    a, b = f"({text(node.left)})", f"({text(node.right)})"
+    numeric = not any(isinstance(n, ast.Name) for n in ast.walk(node))
+    match node.op:
+        case ast.Mult():
+            yield "algebra", f"{b} * {a}"
+        case ast.Add():
+            yield "algebra", f"{b} + {a}"
+        case ast.Sub():
+            yield "algebra", f"-({b} - {a})"
+            if not numeric:
+                yield "algebra", f"{a} + {b} * -1"
+                # torch.sub takes tensors
+                if number(node.left) or number(node.right):
+                    yield "calls", f"{a} - {b}"
+                else:
+                    yield "calls", f"torch.sub({a}, {b})"
+        case ast.Div():
+            # 1 / an integer tensor has float32's digits
+            counts = not number(node.right)
+            yield (FLOAT32 if counts else "algebra"), f"{a} * (1.0 / {b})"
+    if numeric:
+        yield "algebra", repr(eval(text(node), {}))
+        yield FLOAT32, f"torch.tensor({text(node)})"
+
+
+def _compare(node: ast.Compare) -> Iterator[tuple[str, str]]:
+    """Yield (kind of rewriting, other text of the same meaning) of a comparison `a < b`
+    and its like; of a comparison with 0 also one of the sign. There, any other operator
+    is taken for ==.
+    """
+    a, b = text(node.left), text(node.comparators[0])
+    mirrored = MIRRORED.get(type(node.ops[0]))
+    if mirrored:
+        yield "algebra", f"({b}) {mirrored} ({a})"
+        yield "algebra", f"~(({a}) {NEGATED[mirrored]} ({b}))"
+    if b == "0":
+        operator = BACK[mirrored] if mirrored else "=="
+        yield "algebra", f"torch.sign({a}) {operator} 0"
+
+
+def _call(node: ast.Call) -> Iterator[tuple[str, str]]:
     """Yield (kind of rewriting, other text of the same meaning) of a call of torch;
     nothing of a function that is not listed here.
     """
-    f, args = text(node.func), [text(a) for a in node.args]
-    kw = {k.arg: text(k.value) for k in node.keywords}
-    if f in ("torch.minimum", "torch.maximum"):
-        x, y = args
-        least = f.endswith("minimum")
-        yield "algebra", f"-torch.{'maximum' if least else 'minimum'}(-({x}), -({y}))"
-        yield "calls", f"torch.where(({x}) {'<=' if least else '>='} ({y}), {x}, {y})"
-        yield "calls", f"torch.{'min' if least else 'max'}({x}, {y})"
-        yield (
-            "calls",
-            f"torch.stack(torch.broadcast_tensors({x}, {y})).{'amin' if least else 'amax'}(0)",
-        )
-    elif f == "torch.clamp":
-        x = args[0]
-        lo, hi = (
-            (args[1], args[2]) if len(args) == 3 else (kw.get("min"), kw.get("max"))
-        )
-        inside = ", ".join(f"{k}={v}" for k, v in (("min", lo), ("max", hi)) if v)
-        yield "calls", f"({x}).clamp({inside})"
-        yield "calls", f"torch.clip({x}, {inside})"
-        if lo and hi:
-            yield "calls", f"torch.clamp(torch.clamp({x}, min={lo}), max={hi})"
-            yield (
-                "calls",
-                f"torch.where(({x}) < {lo}, {lo}, torch.where(({x}) > {hi}, {hi}, {x}))",
-            )
-        elif hi:
-            yield "calls", f"torch.where(({x}) > {hi}, {hi}, {x})"
-            yield "calls", f"torch.minimum({x}, torch.full_like({x}, {hi}))"
-        else:
-            yield "calls", f"torch.where(({x}) < {lo}, {lo}, {x})"
-            yield "calls", f"torch.maximum({x}, torch.full_like({x}, {lo}))"
-    elif f == "torch.where":
-        c, x, y = args
-        yield "algebra", f"torch.where(~({c}), {y}, {x})"
+    called = text(node.func)
+    args = [text(a) for a in node.args]
+    if called in ("torch.minimum", "torch.maximum"):
+        yield from _minimum_or_maximum(called, *args)
+    elif called == "torch.clamp":
+        yield from _clamp(node)
+    elif called == "torch.where":
+        condition, x, y = args
+        yield "algebra", f"torch.where(~({condition}), {y}, {x})"
         if y == "0.0":
-            yield "calls", f"({x}).masked_fill(~({c}), 0.0)"
-    elif f == "torch.exp":
+            yield "calls", f"({x}).masked_fill(~({condition}), 0.0)"
+    elif called == "torch.exp":
         yield "calls", f"({args[0]}).exp()"
         yield "calls", f"torch.exp2(({args[0]}) * math.log2(math.e))"
         yield "custom autograd", f"Exp.apply({args[0]})"
         yield "algebra", f"1 / torch.exp(-({args[0]}))"
-    elif isinstance(node.func, ast.Attribute) and node.func.attr in (
-        "sum",
-        "mean",
-        "detach",
-    ):
+    elif isinstance(node.func, ast.Attribute):
         x, name = text(node.func.value), node.func.attr
-        counts = x in ("mask", "m")
         if name == "detach":
             yield "calls", f"({x}).clone().detach()"
             yield "calls", f"({x}).data"
-        elif counts:
-            inside = ", ".join(args)
-            yield "dtype of a buffer", f"{x}.float().sum({inside})"
-            yield "dtype of a buffer", f"{x}.int().sum({inside})"
-            yield "dtype of a buffer", f"{x}.double().sum({inside})"
-            yield "calls", f"torch.count_nonzero({x}{', dim=-1' if inside else ''})"
+        elif name in ("sum", "mean") and x in ("mask", "m"):
+            yield from _count_of_tokens(x, ", ".join(args))
         elif name == "mean":
             yield "algebra", f"({x}).sum() / ({x}).numel()"
-        elif not args and not kw:
-            yield "einsum", f"torch.einsum('...->', {x})"
-            yield "chunks", f"sum((v.sum() for v in ({x}).flatten().split(7)))"
-            yield "calls", f"({x}).sum(-1).sum()"
-            yield (
-                "calls",
-                f"torch.dot(({x}).flatten(), torch.ones_like(({x}).flatten()))",
-            )
-        elif args == ["-1"]:
-            yield "einsum", f"torch.einsum('...t->...', {x})"
-            yield "loops", f"torch.stack([v.sum() for v in ({x}).unbind(0)])"
-            yield "chunks", f"sum((v.sum(-1) for v in ({x}).split(3, -1)))"
+        elif name == "sum":
+            yield from _sum(x, args, has_keywords=bool(node.keywords))
+
+
+def _minimum_or_maximum(called: str, x: str, y: str) -> Iterator[tuple[str, str]]:
+    """Yield (kind of rewriting, other text of the same meaning) of torch.minimum(x, y)
+    or torch.maximum(x, y). called: which of the two.
+    """
+    if called == "torch.minimum":
+        opposite, comparison, scalar, reduction = "maximum", "<=", "min", "amin"
+    else:
+        opposite, comparison, scalar, reduction = "minimum", ">=", "max", "amax"
+    yield "algebra", f"-torch.{opposite}(-({x}), -({y}))"
+    yield "calls", f"torch.where(({x}) {comparison} ({y}), {x}, {y})"
+    yield "calls", f"torch.{scalar}({x}, {y})"
+    both = f"torch.stack(torch.broadcast_tensors({x}, {y}))"
+    yield "calls", f"{both}.{reduction}(0)"
+
+
+def _clamp(node: ast.Call) -> Iterator[tuple[str, str]]:
+    """Yield (kind of rewriting, other text of the same meaning) of torch.clamp(x, low,
+    high), torch.clamp(x, min=low) or torch.clamp(x, max=high).
+    """
+    args = [text(a) for a in node.args]
+    keywords = {k.arg: text(k.value) for k in node.keywords}
+    x = args[0]
+    if len(args) == 3:
+        low, high = args[1], args[2]
+    else:
+        low, high = keywords.get("min"), keywords.get("max")
+    bounds = []
+    if low:
+        bounds.append(f"min={low}")
+    if high:
+        bounds.append(f"max={high}")
+    inside = ", ".join(bounds)
+    yield "calls", f"({x}).clamp({inside})"
+    yield "calls", f"torch.clip({x}, {inside})"
+    if low and high:
+        yield "calls", f"torch.clamp(torch.clamp({x}, min={low}), max={high})"
+        not_below = f"torch.where(({x}) > {high}, {high}, {x})"
+        yield "calls", f"torch.where(({x}) < {low}, {low}, {not_below})"
+    elif high:
+        yield "calls", f"torch.where(({x}) > {high}, {high}, {x})"
+        yield "calls", f"torch.minimum({x}, torch.full_like({x}, {high}))"
+    else:
+        yield "calls", f"torch.where(({x}) < {low}, {low}, {x})"
+        yield "calls", f"torch.maximum({x}, torch.full_like({x}, {low}))"
+
+
+def _count_of_tokens(mask: str, inside: str) -> Iterator[tuple[str, str]]:
+    """Yield (kind of rewriting, other text of the same meaning) of mask.sum(inside)."""
+    yield "dtype of a buffer", f"{mask}.float().sum({inside})"
+    yield "dtype of a buffer", f"{mask}.int().sum({inside})"
+    yield "dtype of a buffer", f"{mask}.double().sum({inside})"
+    dim = ", dim=-1" if inside else ""
+    yield "calls", f"torch.count_nonzero({mask}{dim})"
+
+
+def _sum(x: str, args: list[str], has_keywords: bool) -> Iterator[tuple[str, str]]:
+    """Yield (kind of rewriting, other text of the same meaning) of x.sum() or
+    x.sum(-1); nothing of a sum with other arguments.
+    """
+    if not args and not has_keywords:
+        yield "einsum", f"torch.einsum('...->', {x})"
+        yield "chunks", f"sum((v.sum() for v in ({x}).flatten().split(7)))"
+        yield "calls", f"({x}).sum(-1).sum()"
+        flat = f"({x}).flatten()"
+        yield "calls", f"torch.dot({flat}, torch.ones_like({flat}))"
+    elif args == ["-1"]:
+        yield "einsum", f"torch.einsum('...t->...', {x})"
+        yield "loops", f"torch.stack([v.sum() for v in ({x}).unbind(0)])"
+        yield "chunks", f"sum((v.sum(-1) for v in ({x}).split(3, -1)))"
 
 
 def inside(source: str, n: int, rng: np.random.Generator) -> tuple[str, list[str]]:
@@ -176,19 +214,24 @@ def inside(source: str, n: int, rng: np.random.Generator) -> tuple[str, list[str
     said: list[str] = []
     for _ in range(n):
         tree = ast.parse(source)
-        places = [(p, f, i, k, new) for p, f, i, node, index in _walk(tree) if isinstance(node, ast.expr) and not index
-                  for k, new in others(node)]  # fmt: skip
-        kinds = sorted({x[3] for x in places})
-        if not kinds:
+        # by kind: where in the tree a rewriting of that kind is possible, and its text
+        places: dict[str, list[tuple[ast.AST, str, int | None, str]]] = {}
+        for parent, field, i, node, is_index in _walk(tree):
+            if isinstance(node, ast.expr) and not is_index:
+                for kind, new in others(node):
+                    places.setdefault(kind, []).append((parent, field, i, new))
+        if not places:
             break
+        kinds = sorted(places)
         kind = kinds[rng.integers(len(kinds))]
-        of = [x for x in places if x[3] == kind]
-        parent, field, i, _, new = of[rng.integers(len(of))]
+        of_kind = places[kind]
+        parent, field, i, new = of_kind[rng.integers(len(of_kind))]
         if i is None:
             setattr(parent, field, parsed(new))
         else:
             getattr(parent, field)[i] = parsed(new)
-        source, said = ast.unparse(ast.fix_missing_locations(tree)), [*said, kind]
+        source = ast.unparse(ast.fix_missing_locations(tree))
+        said.append(kind)
     return source, said
 
 
@@ -236,14 +279,12 @@ def around(s: str, names: list[str], how: str, c: Config) -> str:
         c: the configuration, whose aggregation says which share of the whole a chunk of
             rows has.
     """
-    share = (
-        "p['mask'].sum() / mask.sum()"
-        if "token-mean" in c.o.agg and "seq" not in c.o.agg
-        else "len(p['mask']) / len(mask)"
-    )
-    body = textwrap.indent(
-        textwrap.dedent(AROUND[how].replace("SHARE", share)).strip(), "    "
-    )
+    is_mean_over_tokens = "token-mean" in c.o.agg and "seq" not in c.o.agg
+    if is_mean_over_tokens:
+        share = "p['mask'].sum() / mask.sum()"
+    else:
+        share = "len(p['mask']) / len(mask)"
+    body = textwrap.dedent(AROUND[how].replace("SHARE", share)).strip()
     given = ", ".join(f"{k}={k}" for k in names)
     head = "import torch.utils.checkpoint\n" if how == "checkpoint" else ""
     backend = {"compiled": "aot_eager", "compiled by inductor": "inductor"}.get(how)
@@ -252,7 +293,13 @@ def around(s: str, names: list[str], how: str, c: Config) -> str:
     if backend:
         head += "import torch._dynamo\ntorch._dynamo.config.recompile_limit = 3\n"
         head += f"quick = torch.compile(whole, dynamic=True, backend={backend!r})\n"
-    return f"{s.replace('def loss(', 'def whole(')}\n{head}def loss({', '.join(names)}):\n    given = dict({given})\n{body}\n"
+    return (
+        f"{s.replace('def loss(', 'def whole(')}\n"
+        f"{head}"
+        f"def loss({', '.join(names)}):\n"
+        f"    given = dict({given})\n"
+        f"{textwrap.indent(body, '    ')}\n"
+    )
 
 
 # of those under torch.compile, how many by its own backend, which takes half a minute
@@ -274,36 +321,46 @@ def rewritings(
         only: yield those of these configurations alone.
     """
     places = [(c, s) for c in every_config() for s in STYLES if fits(s, c)]
-    for n in sorted(range(total), key=lambda n: n < total - compiled):
+    # the last ones are compiled, and yielded first
+    first_compiled = max(0, total - compiled)
+    first_by_inductor = total - min(INDUCTOR, compiled)
+    for n in [*range(first_compiled, total), *range(first_compiled)]:
         rng = np.random.default_rng([seed, 7, n])
+        # steps of 37 spread the first ones over all objectives
         c, style = places[(n * 37) % len(places)]
         if only is not None and c not in only:
             continue
         source, said = inside(write(c, style), int(rng.integers(1, 7)), rng)
-        one = Subject(c, style, "", "", source)
-        ways = [
-            w
-            for w in AROUND
-            if not w.startswith("compiled")
-            and not (w == "chunks of rows" and (c.o.batch_coupled or style == "groups"))
-        ]
-        ways = [
-            w
-            for w in ways
-            if not (style == "trl" and w == "columns dropped that nobody uses")
-        ]
-        if n >= total - compiled:
-            own = n >= total - min(INDUCTOR, compiled) and shutil.which("g++")
-            ways = ["compiled by inductor" if own else "compiled"]
+        if n >= first_by_inductor and shutil.which("g++"):
+            ways = ["compiled by inductor"]
+        elif n >= first_compiled:
+            ways = ["compiled"]
+        else:
+            ways = ways_around(c, style)
         if len(ways) == 1 or rng.random() < 0.6:
             way = ways[rng.integers(len(ways))]
-            source, said = around(source, one.names, way, c), [*said, way]
+            source = around(source, arguments(c, style), way, c)
+            said.append(way)
         start = "import math\nimport torch\n"
         yield Subject(
-            c,
-            style,
-            "rewriting",
-            ", ".join(said),
-            start + PRELUDE + source.removeprefix(start),
-            FLOAT32 in said,
+            config=c,
+            style=style,
+            kind="rewriting",
+            what=", ".join(said),
+            text=start + PRELUDE + source.removeprefix(start),
+            single=FLOAT32 in said,
         )
+
+
+def ways_around(c: Config, style: str) -> list[str]:
+    """Return the keys of AROUND that keep the meaning of a loss in this style, without
+    those that compile it.
+    """
+    ways = [way for way in AROUND if not way.startswith("compiled")]
+    # a chunk lacks the tokens of other rows that the objective or the style's
+    # denominators need
+    if c.o.batch_coupled or style == "groups":
+        ways.remove("chunks of rows")
+    if style == "trl":
+        ways.remove("columns dropped that nobody uses")
+    return ways

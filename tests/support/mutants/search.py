@@ -17,7 +17,7 @@ checker.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,9 +39,8 @@ def size(
     c: Config, grouped: bool, seed: int, few: int = SMALL, large: int = BULK
 ) -> int:
     """Count the tokens of all batches of the search."""
-    return sum(
-        b.tokens for b in small(c, grouped, seed, few) + bulk(c, grouped, seed, large)
-    )
+    batches = small(c, grouped, seed, few) + bulk(c, grouped, seed, large)
+    return sum(b.tokens for b in batches)
 
 
 def gradient(loss: Callable, c: Config, b: Batch, names: list[str], adv: str) -> Tensor:
@@ -61,10 +60,8 @@ def gradient(loss: Callable, c: Config, b: Batch, names: list[str], adv: str) ->
     x = {k: b.of[k] for k in names}
     x["log_prob"] = x["log_prob"].clone().requires_grad_()
     if adv == "B":
-        m = b.of["mask"]
-        x["advantages"] = x["advantages"].gather(1, m.int().argmax(1, keepdim=True))[
-            :, 0
-        ]
+        first_token = b.of["mask"].int().argmax(1, keepdim=True)
+        x["advantages"] = x["advantages"].gather(1, first_token)[:, 0]
     value = loss(**x)
     if value.ndim:
         value = _reduced(value, c, b)
@@ -83,20 +80,17 @@ def _reduced(value: Tensor, c: Config, b: Batch) -> Tensor:
     Raises:
         ValueError: any other shape.
     """
-    m = b.of["mask"]
+    mask = b.of["mask"]
     if value.numel() == 1:
         return value.reshape(())
-    if value.shape == m.shape:
-        agg = (
-            c.o.agg
-            if c.o.agg != "seq-mean"
-            else "seq-mean-token-sum"
-            if c.o.level == "sequence_product"
-            else "seq-mean-token-mean"
-        )
-        w = row_weights(agg, m, Totals.of(m))
-        return (torch.where(m, value, 0).sum(-1) * w).sum()
-    if value.shape == m.shape[:1]:
+    if value.shape == mask.shape:
+        agg = c.o.agg
+        if agg == "seq-mean":
+            product = c.o.level == "sequence_product"
+            agg = "seq-mean-token-sum" if product else "seq-mean-token-mean"
+        w = row_weights(agg, mask, Totals.of(mask))
+        return (torch.where(mask, value, 0).sum(-1) * w).sum()
+    if value.shape == mask.shape[:1]:
         return value.mean()
     raise ValueError(f"shape {list(value.shape)}")
 
@@ -118,8 +112,9 @@ def apart(
     """
     g = gradient(loss, c, b, names, adv)
     mask = b.of["mask"]
-    leak = g.masked_fill(mask, 0).nan_to_num(nan=1.0) != 0
-    if bool((leak & (b.scale > 0).any(1, keepdim=True)).any()):
+    leaks = g.masked_fill(mask, 0).nan_to_num(nan=1.0) != 0
+    is_compared = (b.scale > 0).any(1, keepdim=True)
+    if bool((leaks & is_compared).any()):
         return math.inf
     off = (g.double() - b.g).abs() / b.scale
     off = off.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(b.scale == 0, 0)
@@ -132,18 +127,17 @@ def _beside(c: Config, b: Batch) -> Tensor:
     """Return where a token's ratio is so near to a bound that rounding to float32 can
     move it across, [B, T].
     """
-    x = torch.where(b.of["mask"], b.of["log_prob"] - b.of["old_log_prob"], 0)
+    mask, lp, old = b.of["mask"], b.of["log_prob"], b.of["old_log_prob"]
+    log_r = torch.where(mask, lp - old, 0)
     if c.o.level in REDUCE:
-        x = x.sum(-1, keepdim=True) / (
-            b.of["mask"].sum(-1, keepdim=True).clamp(min=1)
-            if c.o.level == "sequence_mean"
-            else 1
-        )
-    close = SINGLE * torch.where(
-        b.of["mask"], b.of["log_prob"].abs() + b.of["old_log_prob"].abs(), 0
-    ).amax(-1, keepdim=True)
-    near = (x[..., None] - torch.as_tensor(np.log(bounds(c)))).abs().amin(-1)
-    return (near < close + 2e-7).expand_as(b.g)
+        log_r = log_r.sum(-1, keepdim=True)
+    if c.o.level == "sequence_mean":
+        log_r = log_r / mask.sum(-1, keepdim=True).clamp(min=1)
+    size = torch.where(mask, lp.abs() + old.abs(), 0).amax(-1, keepdim=True)
+    rounding = SINGLE * size + 2e-7
+    log_bounds = torch.as_tensor(np.log(bounds(c)))
+    distance = (log_r[..., None] - log_bounds).abs().amin(-1)
+    return (distance < rounding).expand_as(b.g)
 
 
 @dataclass(frozen=True)
@@ -168,21 +162,28 @@ def truth(loss: Callable, c: Config, names: list[str], adv: str, seed: int, *, f
     """
     grouped = "group" in names
     worst, tokens, ran = 0.0, 0, False
-    for which in (
-        lambda: small(c, grouped, seed, few),
-        lambda: bulk(c, grouped, seed, large),
-    ):
-        for b in which():
-            if adv == "B" and not b.one_adv:
-                continue
-            tokens += b.tokens
-            try:
-                here = apart(loss, c, b, names, adv, single)
-            except Exception:  # whatever a mutant raises
-                if not ran:
-                    return Truth("stillborn", math.inf, tokens)
-                here = math.inf
-            ran, worst = True, max(worst, here)
-            if worst > OTHER:
-                return Truth("differs", worst, tokens)
+    for b in _small_then_large(c, grouped, seed, few, large):
+        if adv == "B" and not b.one_adv:
+            continue
+        tokens += b.tokens
+        try:
+            here = apart(loss, c, b, names, adv, single)
+        except Exception:  # whatever a mutant raises
+            if not ran:
+                return Truth("stillborn", math.inf, tokens)
+            here = math.inf
+        ran = True
+        worst = max(worst, here)
+        if worst > OTHER:
+            return Truth("differs", worst, tokens)
     return Truth("equal" if worst <= SAME else "unclear", worst, tokens)
+
+
+def _small_then_large(
+    c: Config, grouped: bool, seed: int, few: int, large: int
+) -> Iterator[Batch]:
+    """Yield the batches of the search. The large ones are made only when they are
+    reached: most differences show before.
+    """
+    yield from small(c, grouped, seed, few)
+    yield from bulk(c, grouped, seed, large)

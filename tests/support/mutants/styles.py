@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: E501
 """The styles in which people write losses: each turns an objective at some
 hyperparameters into a module's source.
 
@@ -67,14 +66,23 @@ def configs(o: Objective) -> list[Config]:
     """Return the objective at its defaults; and, if it has any of these
     hyperparameters, with optional terms switched on and other bounds.
     """
-    more: dict[str, Any] = {}
     own = o.hyperparameters
-    more |= {"c": 3.0} if "c" in own else {}
-    more |= {"beta": 0.04} if "beta" in own else {}
-    others = {"eps": 0.15, "eps_low": own.get("eps_low", 1) * 0.9, "eps_high": own.get("eps_high", 1) * 1.1,
-              "tau_neg": 1.4, "tau": 0.03, "cap": 2.5, "lam": 0.3, "delta": 0.1}  # fmt: skip
-    more |= {k: v for k, v in others.items() if k in own}
-    return [Config(o)] + ([Config(o, tuple(more.items()))] if more else [])
+    others = {
+        "c": 3.0,
+        "beta": 0.04,
+        "eps": 0.15,
+        "eps_low": own.get("eps_low", 1) * 0.9,
+        "eps_high": own.get("eps_high", 1) * 1.1,
+        "tau_neg": 1.4,
+        "tau": 0.03,
+        "cap": 2.5,
+        "lam": 0.3,
+        "delta": 0.1,
+    }
+    changed = tuple((k, v) for k, v in others.items() if k in own)
+    if not changed:
+        return [Config(o)]
+    return [Config(o), Config(o, changed)]
 
 
 def fits(style: str, c: Config) -> bool:
@@ -88,13 +96,14 @@ def fits(style: str, c: Config) -> bool:
     if style == "groups":
         return o.agg == "group-token-mean"
     if o.level == "custom":
-        return style in ("ratio", "verl", "weights") or (
-            style == "loop" and not o.batch_coupled
-        )
-    return style != "logs" or any(
-        w in " ".join(core(c, "fn")[1]) + core(c, "fn")[2]
-        for w in ("clamp", "<=", ">=")
-    )
+        if style == "loop":
+            return not o.batch_coupled
+        return style in ("ratio", "verl", "weights")
+    if style != "logs":
+        return True
+    _, statements, J = core(c, "fn")
+    code = " ".join(statements) + J
+    return any(bound in code for bound in ("clamp", "<=", ">="))
 
 
 def core(c: Config, of: str) -> tuple[list[str], list[str], str]:
@@ -103,25 +112,22 @@ def core(c: Config, of: str) -> tuple[list[str], list[str], str]:
     weight.
     """
     given = {k: v for k, v in c.all_hp.items() if k != "beta"}
-    return body(c.o.fn if of == "fn" else c.o.closed_form, given)
+    function = c.o.fn if of == "fn" else c.o.closed_form
+    return body(function, given)
 
 
 def arguments(c: Config, style: str) -> list[str]:
     """Return the names of the loss's arguments: four, and ref_log_prob, entropy and
     group where it needs them.
     """
-    more = {
-        "ref_log_prob": c.all_hp.get("beta"),
-        "entropy": "entropy" in c.o.reads,
-        "group": style == "groups",
-    }
-    return [
-        "log_prob",
-        "old_log_prob",
-        "advantages",
-        "mask",
-        *(k for k, on in more.items() if on),
-    ]
+    names = ["log_prob", "old_log_prob", "advantages", "mask"]
+    if c.all_hp.get("beta"):
+        names.append("ref_log_prob")
+    if "entropy" in c.o.reads:
+        names.append("entropy")
+    if style == "groups":
+        names.append("group")
+    return names
 
 
 def _local(line: str) -> str:
@@ -138,134 +144,176 @@ def write(c: Config, style: str) -> str:
     not 0, and the lines of `_reduced`.
     """
     of = "weights" if style == "weights" else "fn"
-    aids, lines, J = core(c, of)
+    aids, statements, J = core(c, of)
     # the branch not taken must not overflow
     if c.o.name.startswith("up_") and of == "fn":
-        lines = [
-            s.replace(
-                "torch.exp(lp - old)", "torch.exp(torch.where(A > 0, 0.0, lp - old))"
-            )
-            for s in lines
-        ]
+        guarded = "torch.exp(torch.where(A > 0, 0.0, lp - old))"
+        statements = [s.replace("torch.exp(lp - old)", guarded) for s in statements]
     if style == "loop" and c.o.level == "custom":
-        lines = [_local(line) for line in lines]
+        statements = [_local(s) for s in statements]
         J = _local(J)
-    beta = c.all_hp.get("beta")
-    rowwise, packed = style == "loop", style == "packed"
-    inner = _inputs(c, style)
+    lines = _inputs(c, style)
     if of == "weights":
-        known = {"r": "torch.exp(lp - old)", "s": "torch.exp(lp - old)", "S": "torch.exp(lp - old)", "log_r": "lp - old",
-                 "mu": "torch.exp(old)", "log_mu": "old"}  # fmt: skip
-        said = " ".join([*lines, J])
-        names = (
-            {n.id for n in ast.walk(ast.parse(said)) if isinstance(n, ast.Name)}
-            if not lines
-            else set()
-        )
-        names |= {
-            n.id
-            for s in lines
-            for n in ast.walk(ast.parse(s))
-            if isinstance(n, ast.Name)
-        }
-        names |= {n.id for n in ast.walk(parsed(J)) if isinstance(n, ast.Name)}
-        inner += [f"{k} = {v}" for k, v in known.items() if k in names]
-        inner += [*lines, f"w = {J}"]
+        lines += _variables_of(statements, J)
+        lines += [*statements, f"w = {J}"]
         J = "w.detach() * lp"
     else:
-        inner += lines
-    inner.append(f"J = {J}")
+        lines += statements
+    lines.append(f"J = {J}")
+    beta = c.all_hp.get("beta")
     if beta:
-        inner += [f"kl = {KL[c.o.kl]}", f"J = J - {beta} * kl"]
-    # J of each token
-    tokens = c.o.level not in REDUCE and not (c.o.agg == "seq-mean" and of == "fn")
-    final = _reduced(c, style, tokens)
-    if rowwise:
+        lines += [f"kl = {KL[c.o.kl]}", f"J = J - {beta} * kl"]
+    J_of_responses = c.o.agg == "seq-mean" and of == "fn"
+    tokens = c.o.level not in REDUCE and not J_of_responses
+    *reduction, last = _reduced(c, style, tokens)
+    if style == "loop":
         start = ["total = 0.0"]
         if c.o.agg.endswith("token-mean") and not c.o.agg.startswith("seq"):
             start.append("count = 0")
-        lines = [
-            *start,
-            "for i in range(len(mask)):",
-            *("    " + s.replace("\n", "\n    ") for s in inner + final[:-1]),
-        ]
-        lines += final[-1:]
+        body_of_loop = _indented(lines + reduction)
+        lines = [*start, "for i in range(len(mask)):", *body_of_loop, last]
     else:
-        lines = (
-            inner
-            + (
-                ["J = torch.where(mask, J, 0.0)"]
-                if tokens and not packed and style != "verl"
-                else []
-            )
-            + final
-        )
+        if tokens and style not in ("packed", "verl"):
+            lines.append("J = torch.where(mask, J, 0.0)")
+        lines += [*reduction, last]
     if style == "logs":
         lines = logs(lines)
-    text = [
-        *aids,
-        f"def loss({', '.join(arguments(c, style))}):",
-        *("    " + s.replace("\n", "\n    ") for s in lines),
-    ]
-    return "import math\nimport torch\n" + "\n".join(text)
+    head = f"def loss({', '.join(arguments(c, style))}):"
+    text = "\n".join([*aids, head, *_indented(lines)])
+    return f"import math\nimport torch\n{text}"
+
+
+def _indented(statements: list[str]) -> list[str]:
+    """Return the statements with four spaces before each of their lines."""
+    return ["    " + s.replace("\n", "\n    ") for s in statements]
+
+
+# variables of a weight, as every objective defines them
+OF_WEIGHTS = {
+    "r": "torch.exp(lp - old)",
+    "s": "torch.exp(lp - old)",
+    "S": "torch.exp(lp - old)",
+    "log_r": "lp - old",
+    "mu": "torch.exp(old)",
+    "log_mu": "old",
+}
+
+
+def _variables_of(statements: list[str], weight: str) -> list[str]:
+    """Return the lines that define those of OF_WEIGHTS that the statements or the
+    expression of a weight name.
+    """
+    names = set()
+    for code in (*statements, weight):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Name):
+                names.add(node.id)
+    return [f"{name} = {value}" for name, value in OF_WEIGHTS.items() if name in names]
 
 
 def _inputs(c: Config, style: str) -> list[str]:
     """Return the lines that define lp, old and A (and ref, H, m, n where the style
     needs them) from the arguments.
     """
-    o = c.o
-    pairs = {"lp": "log_prob", "old": "old_log_prob", "A": "advantages"} | (
-        {"ref": "ref_log_prob"} if c.all_hp.get("beta") else {}
-    )
-    out = []
-    if style == "loop" and o.level == "custom":
-        take = {k: f"{v}[i:i + 1]" for k, v in pairs.items()} | {"m": "mask[i:i + 1]"}
-        out += [f"{k} = {v}" for k, v in take.items()] + (
-            ["H = entropy[i:i + 1]"] if "entropy" in o.reads else []
-        )
-        out += [f"{k} = torch.where(m, {k}, 0.0)" for k in pairs]
-        return out + (
-            ["A = A.sum(-1, keepdim=True) / m.sum()"] if o.agg == "seq-mean" else []
-        )
+    pairs = {"lp": "log_prob", "old": "old_log_prob", "A": "advantages"}
+    if c.all_hp.get("beta"):
+        pairs["ref"] = "ref_log_prob"
+    if style == "loop" and c.o.level == "custom":
+        return _inputs_of_row(c, pairs)
     if style == "loop":
-        out += ["m = mask[i]", *(f"{k} = {v}[i][m]" for k, v in pairs.items())]
-        how = {"sequence_mean": ".mean()", "sequence_product": ".sum()"}.get(o.level)
-        return out + ([f"lp, old, A = (lp{how}, old{how}, A[0])"] if how else [])
+        return _inputs_of_response(c, pairs)
     if style == "packed":
-        out += [f"{k} = {v}[mask]" for k, v in pairs.items()]
-        if o.level in REDUCE:
-            per = "torch.zeros(len(mask), dtype=lp.dtype).index_add(0, rows, {})"
-            if o.level == "sequence_mean":
-                per += " / n"
-            out += [
-                "rows = mask.nonzero()[:, 0]",
-                "n = mask.sum(-1)",
-                "first = n.cumsum(0) - n",
-            ]
-            out += [f"lp, old, A = ({per.format('lp')}, {per.format('old')}, A[first])"]
-        return out
+        return _packed_inputs(c, pairs)
+    return _padded_inputs(c, style, pairs)
+
+
+def _inputs_of_row(c: Config, pairs: dict[str, str]) -> list[str]:
+    """Return the lines that define the inputs of row i, padding included, [1, T]: for
+    the style `loop` of an objective with a level of its own.
+
+    Args:
+        c: the configuration.
+        pairs: argument of the loss by variable.
+    """
+    out = [f"{name} = {argument}[i:i + 1]" for name, argument in pairs.items()]
+    out.append("m = mask[i:i + 1]")
+    if "entropy" in c.o.reads:
+        out.append("H = entropy[i:i + 1]")
+    out += [f"{name} = torch.where(m, {name}, 0.0)" for name in pairs]
+    if c.o.agg == "seq-mean":
+        out.append("A = A.sum(-1, keepdim=True) / m.sum()")
+    return out
+
+
+def _inputs_of_response(c: Config, pairs: dict[str, str]) -> list[str]:
+    """Return the lines that define the inputs of response i without padding, for the
+    style `loop`: a number for each token, or one of the response.
+
+    Args:
+        c: the configuration.
+        pairs: argument of the loss by variable.
+    """
+    out = ["m = mask[i]"]
+    out += [f"{name} = {argument}[i][m]" for name, argument in pairs.items()]
+    how = {"sequence_mean": ".mean()", "sequence_product": ".sum()"}.get(c.o.level)
+    if how:
+        out.append(f"lp, old, A = (lp{how}, old{how}, A[0])")
+    return out
+
+
+def _packed_inputs(c: Config, pairs: dict[str, str]) -> list[str]:
+    """Return the lines that define the inputs with tokens end to end, or with one
+    number for each response.
+
+    Args:
+        c: the configuration.
+        pairs: argument of the loss by variable.
+    """
+    out = [f"{name} = {argument}[mask]" for name, argument in pairs.items()]
+    if c.o.level in REDUCE:
+        per = "torch.zeros(len(mask), dtype=lp.dtype).index_add(0, rows, {})"
+        if c.o.level == "sequence_mean":
+            per += " / n"
+        out += [
+            "rows = mask.nonzero()[:, 0]",
+            "n = mask.sum(-1)",
+            "first = n.cumsum(0) - n",
+            f"lp, old, A = ({per.format('lp')}, {per.format('old')}, A[first])",
+        ]
+    return out
+
+
+def _padded_inputs(c: Config, style: str, pairs: dict[str, str]) -> list[str]:
+    """Return the lines that define the inputs [B, T] with 0 in masked slots, or [B] with
+    one number for each response.
+
+    Args:
+        c: the configuration.
+        style: any but `loop` and `packed`; `trl` has one advantage for each response.
+        pairs: argument of the loss by variable.
+    """
+    out = []
     if style == "verl":
-        out += ["response_mask = mask.to(log_prob.dtype)"]
-    shape = (
-        "advantages[:, None]"
-        if style == "trl" and o.level not in REDUCE
-        else "advantages"
-    )
-    out += [f"{k} = torch.where(mask, {v}, 0.0)" for k, v in pairs.items() if k != "A"]
-    if o.level in REDUCE:
-        n = " / n" if o.level == "sequence_mean" else ""
+        out.append("response_mask = mask.to(log_prob.dtype)")
+    for name, argument in pairs.items():
+        if name != "A":
+            out.append(f"{name} = torch.where(mask, {argument}, 0.0)")
+    if c.o.level in REDUCE:
+        n = " / n" if c.o.level == "sequence_mean" else ""
         out += ["n = mask.sum(-1)", f"lp, old = (lp.sum(-1){n}, old.sum(-1){n})"]
-        return out + (["A = advantages"] if style == "trl" else
-                      ["A = advantages.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]"])  # fmt: skip
-    out += [
-        f"A = torch.where(mask, {shape}, 0.0)" if style != "trl" else f"A = {shape}"
-    ]
-    return out + (
-        ["A = A.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)"]
-        if o.agg == "seq-mean"
-        else []
-    )
+        if style == "trl":
+            out.append("A = advantages")
+        else:
+            first = "mask.int().argmax(1, keepdim=True)"
+            out.append(f"A = advantages.gather(1, {first})[:, 0]")
+        return out
+    if style == "trl":
+        out.append("A = advantages[:, None]")
+    else:
+        out.append("A = torch.where(mask, advantages, 0.0)")
+    if c.o.agg == "seq-mean":
+        out.append("A = A.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)")
+    return out
 
 
 def _reduced(c: Config, style: str, tokens: bool) -> list[str]:
@@ -277,67 +325,85 @@ def _reduced(c: Config, style: str, tokens: bool) -> list[str]:
     """
     agg = c.o.agg
     if style == "loop":
-        m = "m"
-        if not tokens:
-            return ["total = total + J.sum()", "return -total / len(mask)"]
-        masked = ["J = torch.where(m, J, 0.0)"] if c.o.level == "custom" else []
-        if agg == "seq-mean-token-mean":
-            return [
-                *masked,
-                f"total = total + J.sum() / {m}.sum()",
-                "return -total / len(mask)",
-            ]
-        if agg in ("seq-mean-token-sum", "seq-mean"):
-            return [*masked, "total = total + J.sum()", "return -total / len(mask)"]
-        return [
-            *masked,
-            "total = total + J.sum()",
-            f"count = count + {m}.sum()",
-            "return -total / count",
-        ]
+        return _reduced_in_loop(c, tokens)
     if not tokens:
-        return (
-            ["pg_losses = -J", "return pg_losses.mean()"]
-            if style == "verl"
-            else ["return -J.mean()"]
-        )
+        if style == "verl":
+            return ["pg_losses = -J", "return pg_losses.mean()"]
+        return ["return -J.mean()"]
     if style == "packed":
         if agg == "seq-mean-token-mean":
-            return ["rows = mask.nonzero()[:, 0]",
-                    "per = torch.zeros(len(mask), dtype=J.dtype).index_add(0, rows, J) / mask.sum(-1)",
-                    "return -per.mean()"]  # fmt: skip
-        return [
-            "return -J.sum() / len(mask)"
-            if agg.startswith("seq")
-            else "return -J.mean()"
-        ]
+            sums = "torch.zeros(len(mask), dtype=J.dtype).index_add(0, rows, J)"
+            return [
+                "rows = mask.nonzero()[:, 0]",
+                f"per = {sums} / mask.sum(-1)",
+                "return -per.mean()",
+            ]
+        if agg.startswith("seq"):
+            return ["return -J.sum() / len(mask)"]
+        return ["return -J.mean()"]
     if style == "groups":
-        return ["total, ids = (0.0, group.unique())", "for g in ids:", "    pick = group == g",
-                "    total = total + J[pick].sum() / mask[pick].sum()", "return -total / len(ids)"]  # fmt: skip
+        return [
+            "total, ids = (0.0, group.unique())",
+            "for g in ids:",
+            "    pick = group == g",
+            "    total = total + J[pick].sum() / mask[pick].sum()",
+            "return -total / len(ids)",
+        ]
     if style == "verl":
-        m, J = "response_mask", "pg_losses"
-        sums = {"seq-mean-token-mean": f"({J}.sum(-1) / ({m}.sum(-1) + 1e-08)).mean()",
-                "seq-mean-token-sum": f"{J}.sum(-1).mean()", "seq-mean": f"{J}.sum(-1).mean()"}  # fmt: skip
-        masked = (
-            "torch.where(mask, -J, 0.0)"
-            if c.o.reads_mu or c.o.level == "custom"
-            else f"-J * {m}"
+        mask = "response_mask"
+        masked = f"-J * {mask}"
+        if c.o.reads_mu or c.o.level == "custom":
+            masked = "torch.where(mask, -J, 0.0)"
+        scalar = _scalar(
+            agg,
+            "pg_losses",
+            tokens=f"({mask}.sum() + 1e-08)",
+            tokens_of_response=f"({mask}.sum(-1) + 1e-08)",
         )
-        return [
-            f"{J} = {masked}",
-            "return " + sums.get(agg, f"{J}.sum() / ({m}.sum() + 1e-08)"),
-        ]
-    low = ".clamp(min=1.0)" if style == "trl" else ""
+        return [f"pg_losses = {masked}", f"return {scalar}"]
     if style == "trl":
-        sums = {"seq-mean-token-mean": f"(per_token_loss.sum(-1) / mask.sum(-1){low}).mean()",
-                "seq-mean-token-sum": "per_token_loss.sum(-1).mean()", "seq-mean": "per_token_loss.sum(-1).mean()"}  # fmt: skip
-        return [
-            "per_token_loss = -J",
-            "return " + sums.get(agg, f"per_token_loss.sum() / mask.sum(){low}"),
-        ]
-    sums = {"seq-mean-token-mean": "(J.sum(-1) / mask.sum(-1)).mean()", "seq-mean-token-sum": "J.sum(-1).mean()",
-            "seq-mean": "J.sum(-1).mean()"}  # fmt: skip
-    return ["return -" + sums.get(agg, "J.sum() / mask.sum()")]
+        scalar = _scalar(
+            agg,
+            "per_token_loss",
+            tokens="mask.sum().clamp(min=1.0)",
+            tokens_of_response="mask.sum(-1).clamp(min=1.0)",
+        )
+        return ["per_token_loss = -J", f"return {scalar}"]
+    scalar = _scalar(agg, "J", tokens="mask.sum()", tokens_of_response="mask.sum(-1)")
+    return [f"return -{scalar}"]
+
+
+def _reduced_in_loop(c: Config, tokens: bool) -> list[str]:
+    """Return the lines of `_reduced` in the style `loop`, where J is of one response."""
+    agg = c.o.agg
+    if not tokens:
+        return ["total = total + J.sum()", "return -total / len(mask)"]
+    masked = ["J = torch.where(m, J, 0.0)"] if c.o.level == "custom" else []
+    if agg == "seq-mean-token-mean":
+        add = ["total = total + J.sum() / m.sum()"]
+        return [*masked, *add, "return -total / len(mask)"]
+    add = ["total = total + J.sum()"]
+    if agg in ("seq-mean-token-sum", "seq-mean"):
+        return [*masked, *add, "return -total / len(mask)"]
+    return [*masked, *add, "count = count + m.sum()", "return -total / count"]
+
+
+def _scalar(agg: str, values: str, tokens: str, tokens_of_response: str) -> str:
+    """Return the expression that reduces values [B, T] to a number.
+
+    Args:
+        agg: how the objective aggregates; a mean over tokens unless it is of responses.
+        values: their name.
+        tokens: the expression that counts all tokens.
+        tokens_of_response: the expression that counts the tokens of each response.
+    """
+    match agg:
+        case "seq-mean-token-mean":
+            return f"({values}.sum(-1) / {tokens_of_response}).mean()"
+        case "seq-mean-token-sum" | "seq-mean":
+            return f"{values}.sum(-1).mean()"
+        case _:
+            return f"{values}.sum() / {tokens}"
 
 
 class _Logs(ast.NodeTransformer):
@@ -353,35 +419,29 @@ class _Logs(ast.NodeTransformer):
         is a ratio.
         """
         name = node.targets[0]
-        if (
-            isinstance(name, ast.Name)
-            and name.id in ("r", "s", "S")
-            and ast.unparse(node.value).startswith("torch.exp(")
-        ):
-            self.of.add(name.id)
-            inside = node.value.args[0]
-            return [ast.Assign([ast.Name(f"log_{name.id}", ast.Store())], inside), node]
-        return self.generic_visit(node)
+        if not isinstance(name, ast.Name) or name.id not in ("r", "s", "S"):
+            return self.generic_visit(node)
+        if not ast.unparse(node.value).startswith("torch.exp("):
+            return self.generic_visit(node)
+        self.of.add(name.id)
+        log_name = ast.Name(f"log_{name.id}", ast.Store())
+        return [ast.Assign([log_name], node.value.args[0]), node]
 
     def visit_Call(self, node):
         """Turn torch.clamp(r, ...) into torch.exp(torch.clamp(log_r, ...)) with
         logarithms of the bounds. Leave it if a bound is not a positive number.
         """
         node = self.generic_visit(node)
-        if (
-            ast.unparse(node.func) != "torch.clamp"
-            or ast.unparse(node.args[0]) not in self.of
-        ):
+        if ast.unparse(node.func) != "torch.clamp":
             return node
-        bounds = [*node.args[1:], *(k.value for k in node.keywords)]
-        if not all(
-            number(b) and eval(ast.unparse(b), {"math": math}) > 0 for b in bounds
-        ):
+        clamped, *positional = node.args
+        name = ast.unparse(clamped)
+        if name not in self.of:
             return node
-        node.args = [
-            parsed("log_" + ast.unparse(node.args[0])),
-            *(_log(b) for b in node.args[1:]),
-        ]
+        for bound in (*positional, *(k.value for k in node.keywords)):
+            if not number(bound) or eval(ast.unparse(bound), {"math": math}) <= 0:
+                return node
+        node.args = [parsed(f"log_{name}"), *map(_log, positional)]
         node.keywords = [ast.keyword(k.arg, _log(k.value)) for k in node.keywords]
         return ast.Call(parsed("torch.exp"), [node], [])
 
@@ -390,12 +450,9 @@ class _Logs(ast.NodeTransformer):
         comparisons.
         """
         node = self.generic_visit(node)
-        if ast.unparse(node.left) in self.of and number(node.comparators[0]):
-            return ast.Compare(
-                parsed("log_" + ast.unparse(node.left)),
-                node.ops,
-                [_log(node.comparators[0])],
-            )
+        name, bound = ast.unparse(node.left), node.comparators[0]
+        if name in self.of and number(bound):
+            return ast.Compare(parsed(f"log_{name}"), node.ops, [_log(bound)])
         return node
 
 
@@ -405,9 +462,7 @@ def _log(b: ast.expr) -> ast.expr:
 
 def logs(lines: list[str]) -> list[str]:
     """Return the lines with every bound on a ratio put on its logarithm."""
-    tree = ast.parse(
-        "def f():\n" + "\n".join("    " + s.replace("\n", "\n    ") for s in lines)
-    )
+    tree = ast.parse("\n".join(["def f():", *_indented(lines)]))
     tree = ast.fix_missing_locations(_Logs().visit(tree))
     return [ast.unparse(s) for s in tree.body[0].body]  # type: ignore[attr-defined]
 

@@ -26,10 +26,10 @@ def number(x: ast.AST) -> bool:
     """Return whether an expression holds no tensor: only names of hyperparameters and
     math, and no subscript.
     """
-    names = {n.id for n in ast.walk(x) if isinstance(n, ast.Name)}
-    return names <= NUMBERS | {"math"} and not any(
-        isinstance(n, ast.Subscript) for n in ast.walk(x)
-    )
+    nodes = list(ast.walk(x))
+    names = {n.id for n in nodes if isinstance(n, ast.Name)}
+    has_subscript = any(isinstance(n, ast.Subscript) for n in nodes)
+    return names <= NUMBERS | {"math"} and not has_subscript
 
 
 def call(f: str, *args: ast.expr, **kw: ast.expr) -> ast.Call:
@@ -54,9 +54,13 @@ class Translate(ast.NodeTransformer):
         """Replace a hyperparameter by its number, lp_old by old, and inf by math.inf."""
         if node.id in self.given and isinstance(node.ctx, ast.Load):
             return constant(self.given[node.id])
-        renamed = {"lp_old": "old", "inf": "math.inf"}.get(node.id)
-        return ast.copy_location(parsed(renamed) if renamed == "math.inf" else ast.Name(renamed or node.id, node.ctx),
-                                 node)  # fmt: skip
+        if node.id == "inf":
+            renamed = parsed("math.inf")
+        elif node.id == "lp_old":
+            renamed = ast.Name("old", node.ctx)
+        else:
+            renamed = ast.Name(node.id, node.ctx)
+        return ast.copy_location(renamed, node)
 
     def visit_arg(self, node):
         return ast.arg({"lp_old": "old"}.get(node.arg, node.arg))
@@ -82,39 +86,69 @@ class Translate(ast.NodeTransformer):
         `dual_clip(r, A, c)` is r clamped at c where A < 0, or r where c is None.
         Functions of numbers become those of math.
         """
-        f = node.func.id if isinstance(node.func, ast.Name) else ""
-        if f == "dual_clip":
-            r, A, _ = (self.visit(a) for a in node.args)
-            c = self.given.get("c")
-            return r if c is None else parsed(f"torch.where({ast.unparse(A)} < 0, torch.clamp({ast.unparse(r)}, max={c}), "
-                                              f"{ast.unparse(r)})")  # fmt: skip
+        word = node.func.id if isinstance(node.func, ast.Name) else ""
+        if word == "dual_clip":
+            return self._dual_clip(node)
         node = self.generic_visit(node)
-        a = node.args
-        if f in SAME and all(map(number, a)):
-            return call(f"math.{f}", *a)
-        if f in SAME:
-            return call(f"torch.{f}", *a)
-        if f == "sg":
-            return ast.Call(ast.Attribute(a[0], "detach", ast.Load()), [], [])
-        if f == "where":
-            return call("torch.where", *a)
-        if f == "when":
-            return call("torch.where", *a, constant(0.0))
-        if f == "clip":
-            return call("torch.clamp", *a)
-        if f in ("minimum", "maximum"):
-            side = "max" if f == "minimum" else "min"
-            for x, y in (a, a[::-1]):
-                if number(y):
-                    return call("torch.clamp", x, **{side: y})
-            return call(f"torch.{f}", *a)
-        if f in ("mean_t", "sum_t"):
-            x, m = (ast.unparse(v) for v in a)
-            total = f"torch.where({m}, {x}, 0.0).sum(-1)"
-            return parsed(f"{total} / {m}.sum(-1)" if f == "mean_t" else total)
-        if f in self.scope and inspect.isfunction(self.scope[f]):
-            self.used[f] = self.scope[f]
+        args = node.args
+        if word in SAME:
+            module = "math" if all(map(number, args)) else "torch"
+            return call(f"{module}.{word}", *args)
+        match word:
+            case "sg":
+                return ast.Call(ast.Attribute(args[0], "detach", ast.Load()), [], [])
+            case "where":
+                return call("torch.where", *args)
+            case "when":
+                return call("torch.where", *args, constant(0.0))
+            case "clip":
+                return call("torch.clamp", *args)
+            case "minimum":
+                return _least_or_greatest("torch.minimum", "max", *args)
+            case "maximum":
+                return _least_or_greatest("torch.maximum", "min", *args)
+            case "sum_t":
+                return parsed(_sum_over_tokens(*args))
+            case "mean_t":
+                return parsed(
+                    f"{_sum_over_tokens(*args)} / {ast.unparse(args[1])}.sum(-1)"
+                )
+        if word in self.scope and inspect.isfunction(self.scope[word]):
+            self.used[word] = self.scope[word]
         return node
+
+    def _dual_clip(self, node: ast.Call) -> ast.expr:
+        """Translate dual_clip(r, A, c), with c as it is given."""
+        r, A, _ = (self.visit(argument) for argument in node.args)
+        c = self.given.get("c")
+        if c is None:
+            return r
+        ratio = ast.unparse(r)
+        clamped = f"torch.clamp({ratio}, max={c})"
+        return parsed(f"torch.where({ast.unparse(A)} < 0, {clamped}, {ratio})")
+
+
+def _least_or_greatest(
+    called: str, side: str, first: ast.expr, second: ast.expr
+) -> ast.Call:
+    """Return the syntax of a minimum or maximum of two, as a clamp if one is a number.
+
+    Args:
+        called: torch.minimum or torch.maximum.
+        side: the clamp's argument for the number, "max" or "min".
+        first: one argument.
+        second: the other.
+    """
+    if number(second):
+        return call("torch.clamp", first, **{side: second})
+    if number(first):
+        return call("torch.clamp", second, **{side: first})
+    return call(called, first, second)
+
+
+def _sum_over_tokens(x: ast.expr, mask: ast.expr) -> str:
+    """Return the text of x's sum over the tokens of the mask in each response."""
+    return f"torch.where({ast.unparse(mask)}, {ast.unparse(x)}, 0.0).sum(-1)"
 
 
 def function(f) -> ast.FunctionDef:
@@ -124,10 +158,9 @@ def function(f) -> ast.FunctionDef:
     node = ast.parse(textwrap.dedent(inspect.getsource(f))).body[0]
     assert isinstance(node, ast.FunctionDef)
     node.decorator_list = []
-    if isinstance(node.body[0], ast.Expr) and isinstance(
-        node.body[0].value, ast.Constant
-    ):
-        node.body = node.body[1:]
+    first = node.body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+        node.body = node.body[1:]  # without the docstring
     return Idle().visit(node)
 
 
@@ -137,12 +170,10 @@ class Idle(ast.NodeTransformer):
     def visit_BinOp(self, node):
         """Return the left side of a sum whose right side begins with `0 * `."""
         node = self.generic_visit(node)
-        return (
-            node.left
-            if isinstance(node.op, ast.Add)
-            and ast.unparse(node.right).startswith("0 * ")
-            else node
-        )
+        is_sum = isinstance(node.op, ast.Add)
+        if is_sum and ast.unparse(node.right).startswith("0 * "):
+            return node.left
+        return node
 
 
 def helpers(found: dict[str, Any]) -> list[str]:
@@ -169,5 +200,7 @@ def body(f, given: dict[str, Any]) -> tuple[list[str], list[str], str]:
     written in the words of upref.ops, as torch.
     """
     t = Translate(given, f.__globals__)
-    *before, last = [ast.fix_missing_locations(s) for s in t.visit(function(f)).body]
-    return helpers(t.used), [ast.unparse(s) for s in before], ast.unparse(last.value)
+    translated = t.visit(function(f)).body
+    *before, last = [ast.fix_missing_locations(s) for s in translated]
+    statements = [ast.unparse(s) for s in before]
+    return helpers(t.used), statements, ast.unparse(last.value)
