@@ -83,20 +83,24 @@ def a_loss(rng: random.Random) -> Callable:
     chosen = rng.sample(NAMES, rng.randint(0, 6))
     if rng.random() < 0.5:
         chosen = [*rng.sample(NAMES[:4], 4), *chosen[:1]]
-    chosen, parts = list(dict.fromkeys(chosen)), []
+    chosen = list(dict.fromkeys(chosen))
+    parts, had_default = [], False
     for i, name in enumerate(chosen):
         default = rng.choice(["", "", "", "=None", "=0.2", "=()"])
-        parts.append(name + default if i > 2 else name)
-    cut = next((i for i, p in enumerate(parts) if "=" in p), len(parts))
-    parts = parts[:cut] + [p if "=" in p else p + "=None" for p in parts[cut:]]
+        if i <= 2:
+            default = ""  # the first three have none
+        elif had_default and not default:
+            default = "=None"  # after a default, Python needs one
+        had_default = had_default or default != ""
+        parts.append(name + default)
     for mark in ("/", "*", "*a"):
         if parts and rng.random() < 0.1 and not {"*", "*a"} & set(parts):
-            parts.insert(
-                rng.randint(1, len(parts))
-                if mark == "/"
-                else rng.randint(0, len(parts) - 1),
-                mark,
-            )
+            # "/" has a parameter before it, a star one behind it
+            if mark == "/":
+                place = rng.randint(1, len(parts))
+            else:
+                place = rng.randint(0, len(parts) - 1)
+            parts.insert(place, mark)
     if rng.random() < 0.1:
         parts.append("**k")
     scope: dict = {"answer": ANSWERS[rng.choice(list(ANSWERS))]}

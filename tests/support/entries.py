@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -94,24 +95,24 @@ def _plain(lp, lp_old, A, *, eps=0.2):
 def _loss(log_prob, old_log_prob, advantages, mask):
     """Return DAPO's loss."""
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
-    return (
-        -(torch.min(r * advantages, r.clamp(0.8, 1.28) * advantages) * mask).sum()
-        / mask.sum()
-    )
+    J = torch.min(r * advantages, r.clamp(0.8, 1.28) * advantages)
+    return -(J * mask).sum() / mask.sum()
 
 
 def _step(model, rows):
     """Compute DAPO's gradient at a temperature of 0.7, one response at a time;
     gradients add up in the model.
     """
-    for r in rows:
-        z = model(torch.tensor([r.ids]))[0, len(r.prompt) - 1 : -1] / 0.7
-        lp = z.log_softmax(-1).gather(-1, torch.tensor(r.response)[:, None])[:, 0]
-        ratio = (lp - torch.tensor(r.old)).exp()
-        J = torch.minimum(ratio * r.adv, ratio.clamp(0.8, 1.28) * r.adv) * torch.tensor(
-            r.trains
-        )
-        (-J.sum() / sum(sum(x.trains) for x in rows)).backward()
+    trained = sum(sum(row.trains) for row in rows)
+    for row in rows:
+        # the logits before each token of the response
+        logits = model(torch.tensor([row.ids]))[0, len(row.prompt) - 1 : -1] / 0.7
+        tokens = torch.tensor(row.response)[:, None]
+        lp = logits.log_softmax(-1).gather(-1, tokens)[:, 0]
+        r = (lp - torch.tensor(row.old)).exp()
+        J = torch.minimum(r * row.adv, r.clamp(0.8, 1.28) * row.adv)
+        J = J * torch.tensor(row.trains)
+        (-J.sum() / trained).backward()
 
 
 def _model():
@@ -123,14 +124,8 @@ def _rows(model):
     """Return the rows that check_step would make for DAPO at a temperature of 0.7."""
     from upref.step.compare import case
 
-    return case.build_case(
-        case.TorchModel(model),
-        case.make_goal("dapo", {}, 0.7, 0, 0, 0, None, 1.0),
-        None,
-        (),
-        0,
-        False,
-    ).rows
+    goal = case.make_goal("dapo", {}, 0.7, 0, 0, 0, None, 1.0)
+    return case.build_case(case.TorchModel(model), goal, None, (), 0, False).rows
 
 
 def _recorded(model, first=8):
@@ -161,11 +156,8 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
     b, o = upref.weights.batches.on_policy_batch(), upref.get("dapo")
     totals = upref.Totals.of(b.mask, b.group)
     rewards, group = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0, 0, 1, 1])
-    logits, tokens, right = (
-        torch.zeros(2, 3, 5),
-        torch.ones(2, 3, dtype=torch.int64),
-        [[True, False], [False, False]],
-    )
+    logits, tokens = torch.zeros(2, 3, 5), torch.ones(2, 3, dtype=torch.int64)
+    right = [[True, False], [False, False]]
     fields = {k: getattr(b, k) for k in ("logp", "logp_old", "adv", "mask", "group")}
     facts = {
         "paper": "x",
@@ -330,12 +322,11 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
             given = inspect.signature(fn).parameters
             many[f"token_advantages.{name}"] = fn, {k: of_tokens[k] for k in given}
     for name, fn in upref_advantages.ADVANTAGES.items():
-        more = (
-            {"ddof": 0, "eps": 1e-6}
-            if "ddof" in inspect.signature(fn).parameters
-            else {}
-        )
-        many[f"advantages.{name}"] = fn, {"rewards": rewards, "group": group, **more}
+        given = {"rewards": rewards, "group": group}
+        if "ddof" in inspect.signature(fn).parameters:
+            given |= {"ddof": 0, "eps": 1e-6}
+        many[f"advantages.{name}"] = fn, given
+    of_metrics = {"correct": right, "k": 2, "draws": 10, "seed": 1}
     for name in (
         "avg_at_k",
         "pass_at_1",
@@ -344,11 +335,9 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "best_at_k_bootstrap",
     ):
         fn = getattr(metrics, name)
-        good = {"correct": right, "k": 2, "draws": 10, "seed": 1}
-        many[f"metrics.{name}"] = (
-            fn,
-            {k: v for k, v in good.items() if k in inspect.signature(fn).parameters},
-        )
+        takes = inspect.signature(fn).parameters
+        given = {k: v for k, v in of_metrics.items() if k in takes}
+        many[f"metrics.{name}"] = fn, given
     return many
 
 
@@ -360,6 +349,9 @@ def qualified(name: str) -> str:
 PUBLIC = public()
 
 
+DTYPES = [torch.int8, torch.float16, torch.complex64, torch.bool, torch.int64]
+
+
 def an_argument(good: Any, rng: random.Random) -> Any:
     """Return something in place of an argument: junk, or of a tensor (half of the time)
     one like it with another size, dtype or content.
@@ -369,17 +361,7 @@ def an_argument(good: Any, rng: random.Random) -> Any:
     x = good.clone()
     match rng.choice(["dtype", "longer", "flat", "nan", "empty", "strange", "wide"]):
         case "dtype":
-            return x.to(
-                rng.choice(
-                    [
-                        torch.int8,
-                        torch.float16,
-                        torch.complex64,
-                        torch.bool,
-                        torch.int64,
-                    ]
-                )
-            )
+            return x.to(rng.choice(DTYPES))
         case "longer":
             return torch.cat([x, x])
         case "flat":
@@ -401,12 +383,13 @@ def called(name: str, rng: random.Random) -> Callable[[], Any]:
     """
     fn, good = PUBLIC[name]
     given = dict(good)
-    for k in rng.sample(list(given), min(len(given), rng.choice([0, 1, 1, 1, 2]))):
+    count = min(len(given), rng.choice([0, 1, 1, 1, 2]))
+    for k in rng.sample(list(given), count):
         given[k] = an_argument(given[k], rng)
     if rng.random() < 0.1 and "eps_low" in good:
-        given[rng.choice(["beta", "c", "eps_high", "eps", "seed", "x", "length"])] = (
-            rng.choice(JUNK)
-        )
+        junk = rng.choice(JUNK)
+        more = ["beta", "c", "eps_high", "eps", "seed", "x", "length"]
+        given[rng.choice(more)] = junk
     first = [given.pop("*")] if "*" in given else []
     return lambda: fn(*first, **given)
 
@@ -420,34 +403,37 @@ def there_is() -> set[str]:
 
     found = set(upref.__all__)
     for name in upref.__all__:
-        if inspect.isclass(kind := getattr(upref, name)) and not issubclass(
-            kind, Exception
-        ):
-            facts = getattr(kind, "__dataclass_fields__", {})
-            own = {
-                k: v
-                for k, v in vars(kind).items()
-                if k == "__call__" or (k[0] != "_" and k not in facts)
-            }
-            found |= {
-                f"{name}.{k}"
-                for k, v in own.items()
-                if isinstance(v, classmethod) or inspect.isfunction(v)
-            }
+        value = getattr(upref, name)
+        if inspect.isclass(value) and not issubclass(value, Exception):
+            found |= {f"{name}.{method}" for method in public_methods(value)}
     modules = {name.removeprefix("upref.") for name in MODULES}
-    for where in modules - {*INNER} | {
-        "weights.capacity",
-        "weights.plots",
-        "weights.curve",
-    }:
-        module = import_module(qualified(where))
-        here = {
-            k
-            for k, v in vars(module).items()
-            if inspect.isfunction(v) and v.__module__ == module.__name__
-        }
-        if where not in INNER:
-            found |= {
-                f"{where}.{k}" for k in here if k[0] != "_" and k not in upref.__all__
-            }
+    modules.add("weights.capacity")
+    for where in modules - {*INNER}:
+        for name in public_functions(import_module(qualified(where))):
+            if name not in upref.__all__:
+                found.add(f"{where}.{name}")
     return found - {*INNER} - UNCHECKED
+
+
+def public_methods(kind: type) -> list[str]:
+    """Return the names of the public methods that a class itself defines, __call__
+    included; neither fields of a dataclass nor static methods.
+    """
+    fields = getattr(kind, "__dataclass_fields__", {})
+    names = []
+    for name, value in vars(kind).items():
+        is_method = isinstance(value, classmethod) or inspect.isfunction(value)
+        is_public = not name.startswith("_") and name not in fields
+        if is_method and (is_public or name == "__call__"):
+            names.append(name)
+    return names
+
+
+def public_functions(module: ModuleType) -> list[str]:
+    """Return the names of the public functions that a module itself defines."""
+    names = []
+    for name, value in vars(module).items():
+        is_own = inspect.isfunction(value) and value.__module__ == module.__name__
+        if is_own and not name.startswith("_"):
+            names.append(name)
+    return names

@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,10 +71,12 @@ def tries(rng: random.Random):
         return rng.choice(JUNK)
 
     def hp():
-        return {
-            rng.choice(["eps_low", "eps_high", "c", "beta", "x", "eps"]): some()
-            for _ in range(rng.randint(0, 2))
-        }
+        """Draw up to two hyperparameters with junk."""
+        given = {}
+        for _ in range(rng.randint(0, 2)):
+            name = rng.choice(["eps_low", "eps_high", "c", "beta", "x", "eps"])
+            given[name] = some()
+        return given
 
     def number():
         return rng.choice([0.1, 0.5, 1.0, -1.0, some()])
@@ -98,9 +101,9 @@ def tries(rng: random.Random):
     good = {k: getattr(b, k) for k in fields}
 
     def mixed():
-        return upref.Rollouts(
-            **good | {k: some() for k in rng.sample(fields, rng.randint(1, 3))}
-        )
+        """Make a batch with one to three fields of junk."""
+        wrong = rng.sample(fields, rng.randint(1, 3))
+        return upref.Rollouts(**good | {k: some() for k in wrong})
 
     def a_moody():
         return moody(rng, ends=False)
@@ -166,14 +169,14 @@ def tries(rng: random.Random):
         kind = rng.choice(["process"] * 4 + ["audit of a framework"])
     if kind == "command":
         argv = typed.argv(rng)
-        return (
-            f"command {argv[0] if argv[0] in typed.VERBS else ''}",
-            lambda: typed.command(argv),
-        )
+        verb = argv[0] if argv[0] in typed.VERBS else ""
+        return f"command {verb}", lambda: typed.command(argv)
     if kind in ("child", "process"):
         argv = typed.judging(rng)
         return f"{kind} {argv[0]}", lambda: typed.child(argv, forked=kind == "child")
-    return kind, calls[kind] if kind in calls else lambda: framework(rng)
+    if kind == "audit of a framework":
+        return kind, lambda: framework(rng)
+    return kind, calls[kind]
 
 
 def entry(name: str, rng: random.Random):
@@ -185,7 +188,8 @@ def entry(name: str, rng: random.Random):
 
 
 def a_student(rng: random.Random):
-    typed.a_lesson(number := rng.randint(1, 10), rng, ends=False)
+    number = rng.randint(1, 10)
+    typed.a_lesson(number, rng, ends=False)
     return learn.judge(learn.exercise(number), Path.cwd())
 
 
@@ -237,58 +241,63 @@ def broken(kind: str, call) -> str:
     A rule is broken by a report that is too long, an InputError of several lines, any
     other exception, or a state of the process that is changed. The state is restored.
     """
-    every = STATE | RANDOM
-    before, other = (
-        {name: get() for name, (get, _) in every.items()},
-        {name: get() for name, get in OTHER.items()},
-    )
+    restorable = STATE | RANDOM
+    before = {name: get() for name, (get, _) in restorable.items()}
+    other_before = {name: get() for name, get in OTHER.items()}
     stdout, modules = sys.stdout, len(sys.modules)
     signal.setitimer(signal.ITIMER_PROF, LIMIT)
-    what = ""
     try:
         with (
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(io.StringIO()),
         ):
-            answer = call()
-            if (
-                isinstance(answer, ANSWERS)
-                and (n := len(answer.text(verbose=True))) > typed.LONGEST
-            ):
-                what = f"the report is {n} characters long"
+            what = too_long(call())
     except InputError as e:
-        what = (
-            ""
-            if "\n" not in str(e) and len(str(e)) < 1000
-            else f"not one sentence: {str(e)[:200]!r}"
-        )
+        is_sentence = "\n" not in str(e) and len(str(e)) < 1000
+        what = "" if is_sentence else f"not one sentence: {str(e)[:200]!r}"
     except BaseException as e:
-        where = e.__traceback__
-        while where is not None and where.tb_next is not None:
-            where = where.tb_next
-        at = (
-            f"{Path(where.tb_frame.f_code.co_filename).name}:{where.tb_lineno}"
-            if where
-            else ""
-        )
-        what = f"{type(e).__name__}: {' '.join(str(e).split())[:400]} ({at})"
+        message = " ".join(str(e).split())[:400]
+        what = f"{type(e).__name__}: {message} ({innermost_line(e)})"
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    left = [name for name, (get, _) in every.items() if not _equal(before[name], get())]
-    for name in left:
-        every[name][1](before[name])
-    left += [name for name, get in OTHER.items() if other[name] != get()]
+    changed = []
+    for name, (get, _) in restorable.items():
+        if not _equal(before[name], get()):
+            changed.append(name)
+    for name in changed:
+        _, restore = restorable[name]
+        restore(before[name])
+    changed += [name for name, get in OTHER.items() if other_before[name] != get()]
     if len(sys.modules) > modules:  # libraries change these when they are imported
-        left = [
-            name
-            for name in left
-            if name
-            not in (*RANDOM, "the environment", "filters of warnings", "open files")
-        ]
+        by_import = (*RANDOM, "the environment", "filters of warnings", "open files")
+        changed = [name for name in changed if name not in by_import]
     if sys.stdout is not stdout:
         sys.stdout = stdout
-        left.append("stdout")
-    return what or (f"left behind: {', '.join(left)}" if left else "")
+        changed.append("stdout")
+    if what:
+        return what
+    return f"left behind: {', '.join(changed)}" if changed else ""
+
+
+def too_long(answer: Any) -> str:
+    """Return how long a report is if it is longer than a report may be, else ""."""
+    if not isinstance(answer, ANSWERS):
+        return ""
+    length = len(answer.text(verbose=True))
+    if length <= typed.LONGEST:
+        return ""
+    return f"the report is {length} characters long"
+
+
+def innermost_line(error: BaseException) -> str:
+    """Return "file:line" of where an exception was raised, or "" if it was not."""
+    where = error.__traceback__
+    while where is not None and where.tb_next is not None:
+        where = where.tb_next
+    if where is None:
+        return ""
+    file = Path(where.tb_frame.f_code.co_filename)
+    return f"{file.name}:{where.tb_lineno}"
 
 
 def fuzz(
@@ -308,11 +317,9 @@ def fuzz(
         """Raise a TimeoutError: the signal's handler."""
         raise TimeoutError(f"no end within {LIMIT} s")
 
-    begun = (
-        json.loads(file.read_text())
-        if file and file.exists()
-        else {"next": 0, "counts": {}, "found": {}}
-    )
+    begun = {"next": 0, "counts": {}, "found": {}}
+    if file and file.exists():
+        begun = json.loads(file.read_text())
     counts, found = collections.Counter(begun["counts"]), begun["found"]
     before, ours = signal.signal(signal.SIGPROF, late), os.getpid()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
@@ -322,14 +329,11 @@ def fuzz(
             counts[kind] += 1
             if what := broken(kind, call):
                 found.setdefault(f"{kind}: {what}", []).append(f"{seed} {i}")
-            if os.getpid() != ours:
+            if os.getpid() != ours:  # an input forked, and its child came here
                 os._exit(3)
             if file and (i + 1) % EVERY == 0:
-                file.write_text(
-                    json.dumps(
-                        {"next": i + 1, "counts": counts, "found": found}, indent=1
-                    )
-                )
+                done = {"next": i + 1, "counts": counts, "found": found}
+                file.write_text(json.dumps(done, indent=1))
     signal.signal(signal.SIGPROF, before)
     return counts, found
 
