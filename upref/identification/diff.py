@@ -151,7 +151,8 @@ class Difference(Result):
         width = max(24, len(self.a), len(self.b))
         for q in self.quantities:
             if q.differs:
-                lines.append(f"DIFF  {q.name}{f': {q.where}' if q.where else ''}")
+                where = f": {q.where}" if q.where else ""
+                lines.append(f"DIFF  {q.name}{where}")
                 lines.append(f"      {self.a:<{width}}  {q.a}")
                 lines.append(f"      {self.b:<{width}}  {q.b}")
             elif verbose or not self:
@@ -245,10 +246,9 @@ def _quantities(boxes: Sequence[BlackBox], tol: float) -> Iterator[Quantity]:
     """
     trains, other_trains = (_trained_tokens(box) for box in boxes)
     masks_differ = not torch.equal(trains, other_trains)
-    a, b = (
-        f"{int(tokens.sum())} tokens of a batch on policy train"
-        for tokens in (trains, other_trains)
-    )
+    of_batch = "tokens of a batch on policy train"
+    a = f"{int(trains.sum())} {of_batch}"
+    b = f"{int(other_trains.sum())} {of_batch}"
     yield Quantity("mask", masks_differ, a, b)
     if masks_differ:
         return  # what is measured on other tokens is not comparable
@@ -256,14 +256,21 @@ def _quantities(boxes: Sequence[BlackBox], tol: float) -> Iterator[Quantity]:
     yield of_token
     beside = [_beside_others(box) for box in boxes]
     yield _ratio(boxes, beside, of_token.differs)
-    yield _divisor(boxes, [b.factors for b in beside], tol)
-    yield Quantity(
-        "KL term",
-        boxes[0].kl != boxes[1].kl or abs(boxes[0].beta - boxes[1].beta) > tol,
-        *(f"{box.beta:.6g} x {box.kl}" if box.beta else "none" for box in boxes),
-    )
+    yield _divisor(boxes, [measured.factors for measured in beside], tol)
+    yield _kl_term(boxes, tol)
     if _sampler_is_compared(boxes):
         yield _sampler_correction(boxes, tol)
+
+
+def _kl_term(boxes: Sequence[BlackBox], tol: float) -> Quantity:
+    """Compare the estimators and the coefficients of the KL terms."""
+    box, other_box = boxes
+    differs = box.kl != other_box.kl or abs(box.beta - other_box.beta) > tol
+    words = ["none", "none"]
+    for place, one in enumerate(boxes):
+        if one.beta:
+            words[place] = f"{one.beta:.6g} x {one.kl}"
+    return Quantity("KL term", differs, *words)
 
 
 def _trained_tokens(box: BlackBox) -> torch.Tensor:
@@ -323,26 +330,25 @@ def _token_weight(boxes: Sequence[BlackBox], tol: float) -> Quantity:
     if not differing:
         bounds = [_bound_words(box) for box in boxes]
         return Quantity("weight of a token", False, *bounds)
-    intervals = [
-        ("A > 0" if weights.A > 0 else "A < 0", interval)
-        for weights in differing
-        for interval in _intervals(boxes, weights.r, weights.differs)
-    ]
-    places = dict.fromkeys(f"{sign}, {interval}" for sign, interval in intervals)
-    where = "; ".join(places)
-    met = sorted(end for _, interval in intervals for end in interval.met)
+    places = []
+    met: list[float] = []
+    for weights in differing:
+        sign = "A > 0" if weights.A > 0 else "A < 0"
+        for interval in _intervals(boxes, weights.r, weights.differs):
+            places.append(f"{sign}, {interval}")
+            met += interval.met
+    where = "; ".join(dict.fromkeys(places))
     if met:
-        named = ", ".join(dict.fromkeys(f"{end:.4g}" for end in met))
+        named = ", ".join(dict.fromkeys(f"{end:.4g}" for end in sorted(met)))
         where += f" (near {named} neither jumps: there the two meet)"
     shown = differing[0]
     place = _place_to_show(boxes, shown)
     at = f"at A = {shown.A:g}, r = {shown.r[place]:.6g}"
     if shown.mu is not None:
         at += f", π_old = {shown.mu}"
-    a, b = (
-        f"{weights[place]:.6g} {at}; {_bound_words(box)}"
-        for weights, box in zip((shown.x, shown.y), boxes, strict=True)
-    )
+    box, other_box = boxes
+    a = f"{shown.x[place]:.6g} {at}; {_bound_words(box)}"
+    b = f"{shown.y[place]:.6g} {at}; {_bound_words(other_box)}"
     return Quantity("weight of a token", True, a, b, where)
 
 

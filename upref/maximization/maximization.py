@@ -184,18 +184,14 @@ class Maximization(Result):
         lines = [self.headline, *(f"FAIL  {line}" for line in self.failures)]
         lines += _columns(rows)
         for factors, where in self._factors().items():
-            lines += [f"  factor of the gradient of the mean reward ({where})"]
-            lines += _columns(
-                [
-                    ("pass rate", *(f"{p:g}" for p, _ in factors)),
-                    ("factor", *(f"{x:.4g}" for _, x in factors)),
-                ]
-            )
-        per_prefix = {f.words for f in FUNCTIONS.values() if f.is_per_prefix}
-        if any(term.function in per_prefix for a in self.answers for term in a.terms):
-            lines += [
+            pass_rates = [f"{pass_rate:g}" for pass_rate, _ in factors]
+            numbers = [f"{factor:.4g}" for _, factor in factors]
+            lines.append(f"  factor of the gradient of the mean reward ({where})")
+            lines += _columns([("pass rate", *pass_rates), ("factor", *numbers)])
+        if self._names_function_of_prefixes():
+            lines.append(
                 f"  {PER_PREFIX}: a sum over prefixes, in which how often each is reached is held fixed"
-            ]
+            )
         lines += [f"  {sentence}" for sentence in (self._basis(), *self.left_out)]
         off = [answer.off_policy for answer in self.answers if answer.off_policy]
         if off:
@@ -212,6 +208,14 @@ class Maximization(Result):
                 for answer in self.answers
             ]
         return "\n".join(lines)
+
+    def _names_function_of_prefixes(self) -> bool:
+        """Return whether an answer names a function that is a sum over prefixes."""
+        of_prefixes = {
+            function.words for function in FUNCTIONS.values() if function.is_per_prefix
+        }
+        terms = [term for answer in self.answers for term in answer.terms]
+        return any(term.function in of_prefixes for term in terms)
 
     def _factors(self) -> dict[tuple[tuple[float, float], ...], str]:
         """Return each list of (pass rate, factor) with the settings that have it."""

@@ -3,7 +3,7 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -247,37 +247,45 @@ def _report_of(
     seconds = time.perf_counter() - start
     settings = "; ".join(filter(None, [loss.settings, as_shipped(loss, case)]))
     name = f"{objective.name} with {agg}" if agg else objective.name
-    implied = [
-        oracle.name
-        for oracle in every()
-        if oracle.implied
-        and outcomes.get(oracle.name) != SKIPPED
-        and not (loss.arrays and oracle.name in NOT_EXERCISED)
-    ]
-    unchecked = not_checked(case) + not_run(
-        {name: became for name, became in outcomes.items() if name not in implied}
-    )
+    unchecked = not_checked(case) + not_run(_without_implied(outcomes, loss))
+    all_hp = dict(case.hp)
+    if case.entropy_coef:
+        all_hp[ENTROPY_COEF] = case.entropy_coef
     # the proof is of J, and says nothing of a bonus
-    proved = (
+    is_proved_in_full = (
         outcomes.get("every-value") == "ok"
         and is_proved(case)
         and not case.entropy_coef
     )
     return Report(
-        loss.name,
-        name,
-        case.hp | ({ENTROPY_COEF: case.entropy_coef} if case.entropy_coef else {}),
-        findings,
-        loss.read_as,
-        assumptions(case),
-        outcomes,
-        tolerances,
-        seconds,
-        settings,
-        unchecked,
-        values_in_words(case.objective) if proved else "",
+        loss=loss.name,
+        objective=name,
+        hp=all_hp,
+        findings=findings,
+        read_as=loss.read_as,
+        assumptions=assumptions(case),
+        oracles=outcomes,
+        tolerances=tolerances,
+        seconds=seconds,
+        settings=settings,
+        not_checked=unchecked,
+        proved_for=values_in_words(case.objective) if is_proved_in_full else "",
         unbound=loss.unbound,
     )
+
+
+def _without_implied(outcomes: Mapping[str, str], loss: Loss) -> dict[str, str]:
+    """Return what became of the oracles, without those whose answer another one implies.
+    Those that the user skipped, or that a function of arrays gives nothing to look at,
+    stay.
+    """
+    kept = dict(outcomes)
+    for oracle in every():
+        is_skipped = outcomes.get(oracle.name) == SKIPPED
+        is_empty = loss.arrays is not None and oracle.name in NOT_EXERCISED
+        if oracle.implied and not is_skipped and not is_empty:
+            kept.pop(oracle.name, None)
+    return kept
 
 
 # the oracles of a function of another library that is not compiled

@@ -7,7 +7,7 @@ a case of its own, which its oracles read. The runner reads `failed` alone.
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol, TypeVar
@@ -228,25 +228,30 @@ def run(
             findings.append(refused(current.name, "a batch of this oracle", e))
         kept_findings = [finding for finding in findings if finding.oracle not in skip]
         all_findings += kept_findings
-        severities = {finding.severity for finding in kept_findings}
-        if findings and not kept_findings:
-            outcomes[current.name] = (
-                f"what it found is for {findings[0].oracle}, which is skipped"
-            )
-        elif error is not None and not any(
-            finding.severity == "failure" for finding in kept_findings
-        ):
-            outcomes[current.name] = "a batch of it is refused"
-        else:
-            outcomes[current.name] = next(
-                (
-                    severity
-                    for severity in ("failure", "note")
-                    if severity in severities
-                ),
-                "ok",
-            )
-        case.failed |= {
-            finding.oracle for finding in kept_findings if finding.severity == "failure"
-        }
+        outcomes[current.name] = _outcome(
+            findings, kept_findings, is_refused=error is not None
+        )
+        for finding in kept_findings:
+            if finding.severity == "failure":
+                case.failed.add(finding.oracle)
     return all_findings, outcomes
+
+
+def _outcome(
+    findings: Sequence[Finding], kept_findings: Sequence[Finding], is_refused: bool
+) -> str:
+    """Return what became of an oracle that was run.
+
+    Args:
+        findings: all that it found.
+        kept_findings: of these, what is not for an oracle that is skipped.
+        is_refused: the user's code raised on a batch of it.
+    """
+    severities = {finding.severity for finding in kept_findings}
+    if findings and not kept_findings:
+        return f"what it found is for {findings[0].oracle}, which is skipped"
+    if "failure" in severities:
+        return "failure"
+    if is_refused:
+        return "a batch of it is refused"
+    return "note" if "note" in severities else "ok"

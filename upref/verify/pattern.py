@@ -76,51 +76,22 @@ def pattern(
     use = tested.use
     if not (found[use].isfinite().all() and shown.found[shown.use].isfinite().all()):
         return NO_CAUSE
-    x = found[use]
-    y = expected[use]
-    is_live = y.abs() > 1e-9  # the objective has a weight
-    if not x.any():
+    if not found[use].any():
         return _of("no token of the tested batch has a weight; those of others have")
-    if (x[~is_live].abs() <= tol).all() and is_live.any():
-        for name, factor in tested.factors.items():
-            multiples = (x / (y * factor[use]))[is_live]
-            multiple = multiples.mean()
-            if _is_constant(multiples, tol) and _has_factor(
-                shown, name, float(multiple), tol
-            ):
-                times = f"{multiple:.5g}{name}"
-                if name and abs(multiple - 1) < 1e-6:
-                    times = name.strip()
-                return _of(
-                    f"every weight of the tested batch is {times} times what it should be"
-                )
-        is_right = (x - y).abs() <= tol * y.abs().clamp(min=0.1)
-        is_zero = x == 0
-        lost = int((is_zero & ~is_right).sum())
-        if lost and (is_right | is_zero).all() and _lacks_gradients(shown, tol):
-            verb = "have" if lost > 1 else "has"
-            return _of(
-                f"{lost} of {is_right.numel()} tokens {verb} no gradient and should "
-                "have one; the others are right"
-            )
-        multiples = torch.where(
-            use & (expected.abs() > 1e-9), found / expected, torch.nan
-        )
-        if by_token and all(_is_constant(row[~row.isnan()], tol) for row in multiples):
-            return _of(ONE_FACTOR + _near_1(multiples))
-        factors = _factor_of_each_column(multiples, tol) if by_token else {}
-        if factors and _has_factors_of_columns(shown, factors, tol):
-            named = [f"{x:.5g} in column {t}" for t, x in factors.items()]
-            first = named[:COLUMNS_NAMED]
-            if len(named) > COLUMNS_NAMED:
-                first.append("...")
-            return _of(
-                "within each column of the tested batch the weights are right up to one "
-                f"factor: {', '.join(first)}"
-            )
-    extra = x - y
+    is_due = expected[use].abs() > LEAST_WEIGHT
+    # a factor leaves a weight of 0 at 0
+    if (found[use][~is_due].abs() <= tol).all() and is_due.any():
+        cause = _one_factor(tested, shown, tol)
+        if cause is None:
+            cause = _lost_gradients(tested, shown, tol)
+        if cause is None and by_token:
+            cause = _factors_of_rows_or_columns(tested, shown, tol)
+        if cause is not None:
+            return cause
+    extra = found[use] - expected[use]
     added = float(extra.mean())
-    if _is_constant(extra, 1e-6) and abs(added) > 1e-9 and _has_term(shown, added):
+    is_constant = _is_constant(extra, 1e-6) and abs(added) > LEAST_WEIGHT
+    if is_constant and _has_term(shown, added):
         return _of(
             f"{added:+.4g} is added to every weight of the tested batch, whatever A"
         )
@@ -135,7 +106,86 @@ def pattern(
     return NOTHING_FITS
 
 
+LEAST_WEIGHT = 1e-9  # of what counts as a weight: smaller ones are rounding
 COLUMNS_NAMED = 3
+
+
+def _one_factor(
+    tested: MeasuredWeights, shown: MeasuredWeights, tol: float
+) -> Cause | None:
+    """Return the one factor that all weights of both batches have; None for none.
+
+    Args:
+        tested, shown, tol: as of `pattern`.
+    """
+    found = tested.found[tested.use]
+    expected = tested.expected[tested.use]
+    is_due = expected.abs() > LEAST_WEIGHT
+    for name, factor in tested.factors.items():
+        multiples = (found / (expected * factor[tested.use]))[is_due]
+        multiple = multiples.mean()
+        if not _is_constant(multiples, tol):
+            continue
+        if not _has_factor(shown, name, float(multiple), tol):
+            continue
+        times = f"{multiple:.5g}{name}"
+        if name and abs(multiple - 1) < 1e-6:
+            times = name.strip()
+        return _of(
+            f"every weight of the tested batch is {times} times what it should be"
+        )
+    return None
+
+
+def _lost_gradients(
+    tested: MeasuredWeights, shown: MeasuredWeights, tol: float
+) -> Cause | None:
+    """Return that some weights are 0 and all others right, in both batches; None where
+    this is not so.
+
+    Args:
+        tested, shown, tol: as of `pattern`.
+    """
+    found = tested.found[tested.use]
+    expected = tested.expected[tested.use]
+    is_right = (found - expected).abs() <= tol * expected.abs().clamp(min=0.1)
+    is_zero = found == 0
+    lost = int((is_zero & ~is_right).sum())
+    if not lost or not (is_right | is_zero).all() or not _lacks_gradients(shown, tol):
+        return None
+    verb = "have" if lost > 1 else "has"
+    return _of(
+        f"{lost} of {is_right.numel()} tokens {verb} no gradient and should "
+        "have one; the others are right"
+    )
+
+
+def _factors_of_rows_or_columns(
+    tested: MeasuredWeights, shown: MeasuredWeights, tol: float
+) -> Cause | None:
+    """Return that the weights of each response have one factor, or those of each column;
+    None where neither is so. The batch that is shown is compared for the columns alone.
+
+    Args:
+        tested, shown, tol: as of `pattern`.
+    """
+    is_due = tested.use & (tested.expected.abs() > LEAST_WEIGHT)
+    multiples = torch.where(is_due, tested.found / tested.expected, torch.nan)
+    if all(_is_constant(row[~row.isnan()], tol) for row in multiples):
+        return _of(ONE_FACTOR + _near_1(multiples))
+    factors = _factor_of_each_column(multiples, tol)
+    if not factors or not _has_factors_of_columns(shown, factors, tol):
+        return None
+    named = [f"{factor:.5g} in column {column}" for column, factor in factors.items()]
+    first = named[:COLUMNS_NAMED]
+    if len(named) > COLUMNS_NAMED:
+        first.append("...")
+    return _of(
+        "within each column of the tested batch the weights are right up to one "
+        f"factor: {', '.join(first)}"
+    )
+
+
 ONE_FACTOR = (
     "within each response of the tested batch the weights are right up to one factor"
 )

@@ -316,17 +316,13 @@ def _measured_aggregation(
     where both signs share it, else 1; "" and 1 where none does. Of several, one that
     leaves 1 on a sign goes first, then one that leaves one number on both signs.
     """
-    fits: list[tuple[bool, bool, int, str, float]] = []
+    fits: list[FittingAggregation] = []
     for name in sorted(names(""), key=lambda n: n not in AGGREGATIONS):
         multiples_by_sign = [
             torch.cat([measurement.multiples(name, A) for measurement in measured])
             for A in SIGNS
         ]
-        # a sign of A without a gradient has the multiple 0, which is no common value
-        if any(
-            common_value(multiples) is None and multiples.abs().max() > 1e-9
-            for multiples in multiples_by_sign
-        ):
+        if not all(map(_is_one_number, multiples_by_sign)):
             continue
         if not all(multiples.isfinite().all() for multiples in multiples_by_sign):
             continue
@@ -339,14 +335,50 @@ def _measured_aggregation(
         if unit_factor is not None:
             # 1 on one sign: the scale is 1, and the other sign's weights are wrong
             scale = unit_factor
+        elif signs_agree:
+            scale = factors[0]
         else:
-            scale = factors[0] if signs_agree else 1.0
-        # least first: without a factor, one factor for both signs, earlier in the table
-        fits.append((unit_factor is None, not signs_agree, len(fits), name, scale))
+            scale = 1.0
+        fits.append(
+            FittingAggregation(
+                has_no_unit=unit_factor is None,
+                signs_differ=not signs_agree,
+                place=len(fits),
+                name=name,
+                scale=scale,
+            )
+        )
     if not fits:
         return "", 1.0
-    *_, name, scale = min(fits)
-    return name, 1.0 if abs(scale - 1) < min(SAME_FACTOR, case.tol) else scale
+    best = min(fits)
+    is_rounding = abs(best.scale - 1) < min(SAME_FACTOR, case.tol)
+    return best.name, 1.0 if is_rounding else best.scale
+
+
+class FittingAggregation(NamedTuple):
+    """An aggregation that leaves one number on each sign of A. The least is the best:
+    what leaves 1 on a sign, then what leaves one number on both, then the earlier one.
+
+    Attributes:
+        has_no_unit: it leaves 1 on no sign.
+        signs_differ: it leaves two numbers.
+        place: among those that fit, in the order in which they are tried.
+        name: of the aggregation.
+        scale: the number that it leaves; 1 where the two signs share none.
+    """
+
+    has_no_unit: bool
+    signs_differ: bool
+    place: int
+    name: str
+    scale: float
+
+
+def _is_one_number(multiples: Tensor) -> bool:
+    """Return whether these multiples are one number. All 0 is one too, of a sign of A
+    without a gradient, which `common_value` does not take for one.
+    """
+    return common_value(multiples) is not None or bool(multiples.abs().max() <= 1e-9)
 
 
 def termed(box: BlackBox) -> BlackBox | None:
@@ -417,33 +449,30 @@ def _with_curve(box: BlackBox) -> BlackBox:
         ratios = grid if mu is None else grid[mu * grid < MOST_LIKELY]
         point_at = partial(_point_at, A=A, mu=mu, high_entropy=high_entropy)
         points += [point_at(r) for r in ratios]
-        if not box.random:
-            found = box.curve(high_entropy).jumps(A, mu, ratios)
-            jumps += [
-                (point_at(jump.r), (jump.below + jump.above) / 2) for jump in found
-            ]
-            faded |= {
-                point_at(jump.r)
-                for jump in found
-                if max(abs(jump.below), abs(jump.above)) < FADED_WEIGHT
-            }
-    jump_points = [p for p, _ in jumps]
+        if box.random:
+            continue
+        for jump in box.curve(high_entropy).jumps(A, mu, ratios):
+            at_jump = point_at(jump.r)
+            jumps.append((at_jump, (jump.below + jump.above) / 2))
+            if max(abs(jump.below), abs(jump.above)) < FADED_WEIGHT:
+                faded.add(at_jump)
+    jump_points = [point for point, _ in jumps]
+
+    def line_of(point: Point) -> tuple[float, bool, bool]:
+        """Return what two points of one curve share; all π_old of MUS are one curve."""
+        return (point.A, point.mu in MUS, point.high_entropy)
 
     def is_off_bound(point: Point, jump_point: Point) -> bool:
-        """Tell whether a point is away from a jump: its ratio is not near, or it differs
-        in the advantage, in the entropy, or in whether π_old is one of MUS.
-        """
-        return (point.A, point.mu in MUS, point.high_entropy) != (
-            jump_point.A,
-            jump_point.mu in MUS,
-            jump_point.high_entropy,
-        ) or abs(point.r / jump_point.r - 1) > box.resolution
+        """Tell whether a point is on another curve than a jump, or not near it."""
+        if line_of(point) != line_of(jump_point):
+            return True
+        return abs(point.r / jump_point.r - 1) > box.resolution
 
     # leave out points on a bound: rounding decides their side
     points = [
-        p
-        for p in points
-        if all(is_off_bound(p, jump_point) for jump_point in jump_points)
+        point
+        for point in points
+        if all(is_off_bound(point, jump_point) for jump_point in jump_points)
     ]
     return replace(
         box,
@@ -492,13 +521,12 @@ def measure_batches(box: BlackBox) -> list[Measured]:
     batches = [make_batch(tokens, "token", True, rng)]
     batches += [make_batch(fewer, level, True, rng) for level in REDUCE]
     with_own_advantages = make_batch(tokens, "token", False, rng)
-    differing = [with_own_advantages] if box.accepts(with_own_advantages) else []
-    random = [random_batch(rng, one_adv=True) for _ in range(RANDOM_BATCHES)]
-    in_order = [
-        *((batch, False) for batch in batches),
-        *((batch, True) for batch in differing),
-        *((batch, False) for batch in random),
-    ]
+    # (batch, whether the advantages of a response differ)
+    in_order = [(batch, False) for batch in batches]
+    if box.accepts(with_own_advantages):
+        in_order.append((with_own_advantages, True))
+    for _ in range(RANDOM_BATCHES):
+        in_order.append((random_batch(rng, one_adv=True), False))
     ready = [(box.case.ready(batch), differs) for batch, differs in in_order]
     return [
         Measured(batch, differs, box.case.gradient(batch)) for batch, differs in ready
@@ -517,9 +545,8 @@ def _tokens_to_measure(box: BlackBox) -> list[Token]:
         of_same_sign = [A for A in GRID_ADVANTAGES if A * jump.A > 0]
         beside = (jump.r * (1 - box.resolution), jump.r * (1 + box.resolution))
         probabilities = [jump.mu] if box.reads_mu else MU
-        tokens += [
-            (A, mu, r) for A, r, mu in product(of_same_sign, beside, probabilities)
-        ]
+        for A, r, mu in product(of_same_sign, beside, probabilities):
+            tokens.append((A, mu, r))
     bounds = [] if box.reads_mu else [jump.r for jump in jumps]
     nearest = 0.9 * box.resolution  # the tokens beside a jump are farther from it
 

@@ -4,6 +4,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -80,7 +81,7 @@ def regions(
         yield Region(TokenPlace(sign, (any_ratio,)), sign, tokens_of_sign)
         return
     groups = _merge_equal_ratios(ratios, is_wrong)
-    runs = _runs_of_true([fails for *_, fails in groups])
+    runs = _runs_of_true([group.is_wrong for group in groups])
     # several intervals with a sampler: ρ decides which tokens fail
     if case.objective.sampler is not None and len(runs) > 1:
         yield Region(TokenPlace(sign, decided_by="ρ"), sign, tokens_of_sign)
@@ -92,29 +93,29 @@ def regions(
         return
     # runs of one ratio with right ones on either side
     single_ratios = [
-        groups[first][0] for first, last in runs if 0 < first == last < len(groups) - 1
+        groups[first].lowest
+        for first, last in runs
+        if 0 < first == last < len(groups) - 1
     ]
     if len(runs) > MOST_INTERVALS or any(
         not _is_wrong_at(case, sign, ratio) for ratio in single_ratios
     ):
         yield Region(TokenPlace(sign, decided_by="scattered"), sign, tokens_of_sign)
         return
-    # a bound of None: the run begins or ends with the ratios of the batch
     for first, last in runs:
-        low_bound = high_bound = None
-        if first:
-            right_below = groups[first - 1][1]
-            low_bound = _bound_between(
-                case, sign, bounds, right_below, groups[first][0]
-            )
+        lowest = groups[first].lowest
+        highest = groups[last].highest
+        # a bound of None: the run begins or ends with the ratios of the batch
+        low_bound = None
+        high_bound = None
+        if first > 0:
+            right_below = groups[first - 1].highest
+            low_bound = _bound_between(case, sign, bounds, right_below, lowest)
         if last + 1 < len(groups):
-            right_above = groups[last + 1][0]
-            high_bound = _bound_between(
-                case, sign, bounds, right_above, groups[last][1]
-            )
-        lowest = groups[first][0] * (1 - ROUNDING)
-        highest = groups[last][1] * (1 + ROUNDING)
-        tokens = tokens_of_sign & (r >= lowest) & (r <= highest)
+            right_above = groups[last + 1].lowest
+            high_bound = _bound_between(case, sign, bounds, right_above, highest)
+        is_in_run = (r >= lowest * (1 - ROUNDING)) & (r <= highest * (1 + ROUNDING))
+        tokens = tokens_of_sign & is_in_run
         interval = Interval(low_bound, high_bound, case.objective.ratio_symbol)
         yield Region(TokenPlace(sign, (interval,)), sign, tokens)
 
@@ -146,21 +147,30 @@ def _are_right_alone(case: LossCase, batch: Rollouts, failing: Tensor) -> bool:
     return True
 
 
-def _merge_equal_ratios(
-    ratios: list[float], is_wrong: list[bool]
-) -> list[tuple[float, float, bool]]:
+class EqualRatios(NamedTuple):
+    """Tokens of one ratio, up to rounding.
+
+    Attributes:
+        lowest, highest: their ratios.
+        is_wrong: whether the weight of any is wrong.
+    """
+
+    lowest: float
+    highest: float
+    is_wrong: bool
+
+
+def _merge_equal_ratios(ratios: list[float], is_wrong: list[bool]) -> list[EqualRatios]:
     """Merge equal neighbors of ascending ratios. One ratio occurs several times, with
     other A and other mu.
-
-    Returns:
-        For each group: the lowest ratio, the highest, and whether any is wrong.
     """
-    groups: list[tuple[float, float, bool]] = []
+    groups: list[EqualRatios] = []
     for ratio, wrong in zip(ratios, is_wrong, strict=True):
-        if groups and ratio <= groups[-1][1] * (1 + 1e-10):
-            groups[-1] = (groups[-1][0], ratio, groups[-1][2] or wrong)
+        if groups and ratio <= groups[-1].highest * (1 + 1e-10):
+            last = groups[-1]
+            groups[-1] = EqualRatios(last.lowest, ratio, last.is_wrong or wrong)
         else:
-            groups.append((ratio, ratio, wrong))
+            groups.append(EqualRatios(ratio, ratio, wrong))
     return groups
 
 

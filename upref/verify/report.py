@@ -169,13 +169,19 @@ class Finding:
         if self.severity == "note" and not verbose:
             cause = f" ({self.cause})" if self.cause else ""
             return f"note  {self.oracle}: {self.regime}{cause}"
-        word = "FAIL" if self.severity == "failure" else "note"
+        word = "note"
+        label = "remark"
+        if self.severity == "failure":
+            word = "FAIL"
+            label = LABELS[self.cause_kind]
         expected, found = describe_pair(self.expected, self.found)
-        label = LABELS[self.cause_kind] if self.severity == "failure" else "remark"
         lines = [f"{word}  {self.oracle}: {self.regime}"]
-        lines += [f"      expected  {expected}"] if expected else []
-        lines += [f"      found     {found}"] if found else []
-        lines += [f"      {label:9} {self.cause}"] if self.cause else []
+        if expected:
+            lines.append(f"      expected  {expected}")
+        if found:
+            lines.append(f"      found     {found}")
+        if self.cause:
+            lines.append(f"      {label:9} {self.cause}")
         lines += [f"      so too    {other.oracle}: {other.regime}" for other in same]
         lines += ["      " + line for line in self.batch.splitlines()]
         return "\n".join(lines)
@@ -368,18 +374,9 @@ class Report(Result):
             *describe_unbound(self.unbound),
             *self._failure_lines(verbose),
         ]
-        if self.failures and not any(f.cause for f in self.failures):
+        if self.failures and not any(finding.cause for finding in self.failures):
             lines.append(f"      unknown   {UNKNOWN}; the numbers above are measured")
-        usual = [] if verbose else [f for f in self.notes if f.oracle in USUAL_NOTES]
-        lines += first_few(
-            [f.text(verbose) for f in self.notes if f not in usual], "note"
-        )
-        if usual:
-            usual_oracles = [f.oracle for f in usual]
-            seen = "; ".join(f.seen for f in usual)
-            lines.append(
-                f"note  {', '.join(dict.fromkeys(usual_oracles))}: {seen} (usual; -v explains)"
-            )
+        lines += self._note_lines(verbose)
         lines += self._legend()
         lines += describe_basis(self.read_as, self.not_checked)
         if self.guessed:
@@ -389,20 +386,39 @@ class Report(Result):
                 f"give yours with --hp {self.guessed[0]}=VALUE"
             )
         if verbose:
-            ran = ", ".join(
-                name for name, became in self.oracles.items() if became in RAN_OUTCOMES
-            )
             lines += describe_assumptions(self.assumptions, 2 * MOST_FINDINGS)
-            lines += [
-                f"not run: {name} ({became})"
-                for name, became in self.oracles.items()
-                if became not in RAN_OUTCOMES
-            ]
-            lines += [f"oracles: {ran} ({self.seconds:.1f} s)"]
+            lines += self._oracle_lines()
         elif self.assumptions:
             assumptions = counted(len(self.assumptions), "assumption")
             lines.append(f"{assumptions}; -v shows all (in Python .text(verbose=True))")
         return "\n".join(lines)
+
+    def _note_lines(self, verbose: bool) -> list[str]:
+        """Return a text for each note, and one line for all that are usual; `verbose`:
+        these have a text each too.
+        """
+        usual: list[Finding] = []
+        if not verbose:
+            usual = [found for found in self.notes if found.oracle in USUAL_NOTES]
+        others = [found.text(verbose) for found in self.notes if found not in usual]
+        lines = first_few(others, "note")
+        if usual:
+            oracles = ", ".join(dict.fromkeys(found.oracle for found in usual))
+            seen = "; ".join(found.seen for found in usual)
+            lines.append(f"note  {oracles}: {seen} (usual; -v explains)")
+        return lines
+
+    def _oracle_lines(self) -> list[str]:
+        """Return a line for each oracle that was not run, and one for all that were."""
+        lines = []
+        ran = []
+        for name, became in self.oracles.items():
+            if became in RAN_OUTCOMES:
+                ran.append(name)
+            else:
+                lines.append(f"not run: {name} ({became})")
+        lines.append(f"oracles: {', '.join(ran)} ({self.seconds:.1f} s)")
+        return lines
 
     def _legend(self) -> list[str]:
         """Return a line for each ratio of a response that the findings name."""

@@ -186,12 +186,7 @@ def _changes_of_right_advantages() -> Iterator[AdvantageFault]:
     )
     yield Fault(
         "responses with a reward of 0 or less have the advantage 0: only those above 0 train",
-        AdvantageChange(
-            lambda batch, right, k: [
-                x if reward > 0 else 0.0
-                for x, reward in zip(right, batch.R, strict=True)
-            ]
-        ),
+        AdvantageChange(_where_reward_is_positive),
         id="advantages-of-not-positive-rewards-dropped",
     )
     yield _change_of_each(
@@ -284,6 +279,21 @@ def _changes_of_right_advantages() -> Iterator[AdvantageFault]:
             AdvantageChange(partial(_whitened_over_batch, ddof)),
             id="advantages-whitened-over-batch",
         )
+    yield from _other_estimators()
+
+
+def _where_reward_is_positive(batch: RewardBatch, right: Floats, k: float) -> Floats:
+    """Return the advantages of responses with a reward above 0; 0 for the others."""
+    return [
+        advantage if reward > 0 else 0.0
+        for advantage, reward in zip(right, batch.R, strict=True)
+    ]
+
+
+def _other_estimators() -> Iterator[AdvantageFault]:
+    """Yield the faults that the std is the other one, and then that the function is
+    another estimator.
+    """
     for name in exact.DIVIDED_BY_STD:
         yield _other_estimator(
             "the std divides by G (population)",
@@ -306,8 +316,9 @@ def _changes_of_right_advantages() -> Iterator[AdvantageFault]:
             words = "it is whiten (over the batch, whatever the prompt)"
         else:
             words = f"it is {name}"
-        others = tuple(n for n in advantages.ADVANTAGES if n != name)
-        for ddof in (1, 0) if name in exact.DIVIDED_BY_STD else (1,):
+        others = tuple(other for other in advantages.ADVANTAGES if other != name)
+        ddofs = (1, 0) if name in exact.DIVIDED_BY_STD else (1,)
+        for ddof in ddofs:
             yield _other_estimator(words, name, ddof, others, id=f"estimator-{name}")
 
 

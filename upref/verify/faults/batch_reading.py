@@ -180,6 +180,13 @@ def moved_with_edge(x: Tensor, by: int) -> Tensor:
     return torch.cat([x[:, 1:], x[:, -1:]], 1)
 
 
+def moved_cyclically(x: Tensor, by: int) -> Tensor:
+    """Return each row moved by so many places to the right; what leaves it on one side
+    comes in on the other.
+    """
+    return x.roll(by, 1)
+
+
 def shifted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     """Yield the faults that one argument is a token too late or too early. What its
     masked slots hold comes in at the mask's edge; or 0, where they are set to 0 before.
@@ -188,51 +195,7 @@ def shifted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         objective: the objective.
         hp: its hyperparameters.
     """
-
-    def view(
-        batch: Rollouts,
-        *,
-        fields: Sequence[str],
-        by: int,
-        move: Callable[[Tensor, int], Tensor],
-        zeros: bool,
-    ) -> Rollouts:
-        """Return the batch with these fields moved by so many tokens.
-
-        Args:
-            batch: the batch.
-            fields: of Rollouts; one that the batch lacks is left out.
-            by: 1 for one token too late, -1 for one too early.
-            move: moves each row of a field.
-            zeros: whether masked slots are set to 0 before.
-        """
-        values = {
-            "logp_old": batch.logp_old,
-            "adv": batch.adv.expand_as(batch.mask),
-            "mask": batch.mask,
-            "logp_ref": batch.logp_ref,
-            "logp_sampler": batch.logp_sampler,
-        }
-        changed = {}
-        for field in fields:
-            x = values[field]
-            if x is None:
-                continue
-            if zeros:
-                x = torch.where(batch.mask, x, torch.zeros_like(x))
-            changed[field] = move(x, by)
-        return batch.but(**changed)
-
-    def move_cyclically(x: Tensor, by: int) -> Tensor:
-        """Move each row; what leaves it on one side comes in on the other."""
-        return x.roll(by, 1)
-
-    def moved_mask(
-        batch: Rollouts, move: Callable[[Tensor, int], Tensor], by: int
-    ) -> Tensor:
-        """Return the mask, moved by so many tokens."""
-        return move(batch.mask, by)
-
+    # words, the beginning of the id, and the field of Rollouts
     arguments = [
         ("old_log_prob is", "old-log-prob", "logp_old"),
         ("the advantages are", "advantages", "adv"),
@@ -247,11 +210,11 @@ def shifted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         )
     if hp.get("beta"):
         arguments.append(("ref_log_prob is", "ref-log-prob", "logp_ref"))
-    moves = (moved, move_cyclically, moved_with_edge)
+    moves = (moved, moved_cyclically, moved_with_edge)
     for (by, where), move, zeros in product(
-        {1: "late", -1: "early"}.items(), moves, (False, True)
+        ((1, "late"), (-1, "early")), moves, (False, True)
     ):
-        moved_view = partial(view, by=by, move=move, zeros=zeros)
+        moved_view = partial(_with_moved_fields, by=by, move=move, zeros=zeros)
         for what, argument_id, field in arguments:
             yield fault(
                 f"{what} one token too {where}",
@@ -260,23 +223,69 @@ def shifted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
                 view=partial(moved_view, fields=[field]),
             )
         # log_prob too late is all else too early
-        opposite_view = partial(view, by=-by, move=move, zeros=zeros)
+        opposite_view = partial(_with_moved_fields, by=-by, move=move, zeros=zeros)
         yield fault(
             f"log_prob is one token too {where}",
             "batches",
             id=f"log-prob-one-token-{where}",
             view=partial(opposite_view, fields=["logp_old", "adv", "mask"]),
         )
-        moved_alone = partial(moved_mask, move=move, by=by)
+        moved_alone = partial(_moved_mask, move=move, by=by)
         for counted in (False, True):
+            words = f"the mask is one token too {where}"
+            fault_id = f"mask-one-token-{where}"
+            if counted:
+                words += "; the denominator counts the right tokens"
+                fault_id += "-but-counted"
             yield fault(
-                f"the mask is one token too {where}"
-                + ("; the denominator counts the right tokens" if counted else ""),
+                words,
                 "batches",
-                id=f"mask-one-token-{where}" + ("-but-counted" if counted else ""),
+                id=fault_id,
                 weigh=_weights_under_mask(objective, hp, moved_alone, counted),
                 whole=True,
             )
+
+
+def _with_moved_fields(
+    batch: Rollouts,
+    *,
+    fields: Sequence[str],
+    by: int,
+    move: Callable[[Tensor, int], Tensor],
+    zeros: bool,
+) -> Rollouts:
+    """Return the batch with these fields moved by so many tokens.
+
+    Args:
+        batch: the batch.
+        fields: of Rollouts; one that the batch lacks is left out.
+        by: 1 for one token too late, -1 for one too early.
+        move: moves each row of a field.
+        zeros: whether masked slots are set to 0 before.
+    """
+    values = {
+        "logp_old": batch.logp_old,
+        "adv": batch.adv.expand_as(batch.mask),
+        "mask": batch.mask,
+        "logp_ref": batch.logp_ref,
+        "logp_sampler": batch.logp_sampler,
+    }
+    changed = {}
+    for field in fields:
+        x = values[field]
+        if x is None:
+            continue
+        if zeros:
+            x = torch.where(batch.mask, x, torch.zeros_like(x))
+        changed[field] = move(x, by)
+    return batch.but(**changed)
+
+
+def _moved_mask(
+    batch: Rollouts, move: Callable[[Tensor, int], Tensor], by: int
+) -> Tensor:
+    """Return the mask, moved by so many tokens."""
+    return move(batch.mask, by)
 
 
 def untrained(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:

@@ -118,31 +118,25 @@ def solved(problem: Problem, f: Stages = RIGHT) -> KernelOutcome:
         "gradient of hidden" and "gradient of weight", or "gradient of logits".
     """
     problem = problem.to(torch.float64)
-    leaves = {k: v.detach().requires_grad_() for k, v in problem.leaves.items()}
+    leaves = {
+        name: tensor.detach().requires_grad_()
+        for name, tensor in problem.leaves.items()
+    }
+    # the hidden states or the logits are the first leaf
     given = replace(problem, x=next(iter(leaves.values())), weight=leaves.get("weight"))
     if f.given:
         given = f.given(given)
-    tau = given.temperature
-    z = (f.z or cap)((f.y or states)(given), given)
-    x = (f.x or torch.div)(z, tau)
-    x_H = (f.x_H or f.x or torch.div)(z, tau)
-    tokens = given.tokens.long().clamp(min=0)  # padding may have an id of -100
-    lp = (f.picked or pick)(x, tokens, tau) - (f.log_Z or log_sum)(x)
-    if f.lp:
-        lp = f.lp(lp, given)
-    H = entropy(x_H)
-    if f.H:
-        H = f.H(H, x, lp)
-    outputs = {"log-prob": lp, "entropy": H}
+    outputs = _outputs(given, f)
     numbers = {name: output.detach() for name, output in outputs.items()}
     terms = []
-    for name, u in (("log-prob", given.g), ("entropy", given.g_H)):
-        if u is None:
+    for name, upstream in (("log-prob", given.g), ("entropy", given.g_H)):
+        if upstream is None:
             continue
         if f.up and f.only in ("", name):
-            u = f.up(u, given)
+            upstream = f.up(upstream, given)
         # an output may be infinite where its upstream gradient is 0
-        terms.append((torch.where(u == 0, 0, outputs[name]) * u).sum())
+        output = torch.where(upstream == 0, 0, outputs[name])
+        terms.append((output * upstream).sum())
     if not terms:
         return KernelOutcome(numbers)
     total = torch.stack(terms).sum()
@@ -154,6 +148,28 @@ def solved(problem: Problem, f: Stages = RIGHT) -> KernelOutcome:
             gradient = torch.zeros_like(leaf)
         numbers[f"gradient of {name}"] = gradient
     return KernelOutcome(numbers)
+
+
+def _outputs(given: Problem, f: Stages) -> dict[str, Tensor]:
+    """Return the log-probabilities and the entropies, with the stages of f: from y, the
+    logits, to z, those after the softcap, to x, those at the temperature τ.
+    """
+    tau = given.temperature
+    y = (f.y or states)(given)
+    z = (f.z or cap)(y, given)
+    divide = f.x or torch.div
+    x = divide(z, tau)
+    x_of_entropy = (f.x_H or divide)(z, tau)
+    tokens = given.tokens.long().clamp(min=0)  # padding may have an id of -100
+    x_of_token = (f.picked or pick)(x, tokens, tau)
+    log_Z = (f.log_Z or log_sum)(x)
+    lp = x_of_token - log_Z
+    if f.lp:
+        lp = f.lp(lp, given)
+    H = entropy(x_of_entropy)
+    if f.H:
+        H = f.H(H, x, lp)
+    return {"log-prob": lp, "entropy": H}
 
 
 # ---- the records ---------------------------------------------------------------------
@@ -703,11 +719,12 @@ def _column_tile_faults(V: int, n: int) -> Iterator[LogprobFault]:
         """Mark the tokens whose id is the last of a tile, or of the vocabulary."""
         return (ids % n == n - 1) | (ids == V - 1)
 
-    tile_words = f"each tile of {n} columns" if n < V else "the vocabulary"
+    has_tiles = n < V
+    tile_words = f"each tile of {n} columns" if has_tiles else "the vocabulary"
     yield fault(
         f"the last id of {tile_words} is missed: its logit counts 0",
         id="last-id-of-tile-missed",
-        size=n if n < V else 0,
+        size=n if has_tiles else 0,
         picked=lambda x, ids, t: pick(x, ids).masked_fill(is_missed(ids), 0),
     )
     if not 0 < full_columns < V:

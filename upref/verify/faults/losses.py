@@ -316,38 +316,36 @@ def shape_of(objective: Objective, hp: dict[str, Any]) -> Shape:
         return positive + negative - 2 * weight(0.0, USUAL_MU, log_r)
 
     at_1 = {A: weight(A, USUAL_MU, 0.0) for A in SIGNS}
-    near = {
-        (A, side): weight(A, USUAL_MU, NEAR * direction)
-        for A in SIGNS
-        for side, direction in SIDES.items()
-    }
-    far = {(A, side): weight(A, *FAR[side]) for A in SIGNS for side in SIDES}
-    proportional_near_1 = {
-        (A, side): abs(near[A, side] - at_1[A] * math.exp(NEAR * direction))
-        <= SAME_WEIGHT
-        for A in SIGNS
-        for side, direction in SIDES.items()
-    }
-    equal_everywhere = {
-        (A, side): abs(near[A, side] - at_1[A]) <= SAME_WEIGHT
-        and abs(far[A, side] - at_1[A]) <= SAME_WEIGHT
-        for A in SIGNS
-        for side in SIDES
-    }
+    far: dict[tuple[float, str], float] = {}
+    is_proportional_near: dict[tuple[float, str], bool] = {}
+    is_equal_everywhere: dict[tuple[float, str], bool] = {}
+    for A, (side, direction) in product(SIGNS, SIDES.items()):
+        log_r = NEAR * direction
+        near = weight(A, USUAL_MU, log_r)
+        far[A, side] = weight(A, *FAR[side])
+        off_proportional = abs(near - at_1[A] * math.exp(log_r))
+        is_proportional_near[A, side] = off_proportional <= SAME_WEIGHT
+        off_equal = [abs(near - at_1[A]), abs(far[A, side] - at_1[A])]
+        is_equal_everywhere[A, side] = all(off <= SAME_WEIGHT for off in off_equal)
+
     trains = {A: at_1[A] != 0 for A in SIGNS}
-    follows_ratio = {
-        A: trains[A] and any(proportional_near_1[A, side] for side in SIDES)
-        for A in SIGNS
-    }
-    ignores_ratio = {
-        A: trains[A] and all(equal_everywhere[A, side] for side in SIDES) for A in SIGNS
-    }
-    bounded = {
-        (A, side): follows_ratio[A]
-        and abs(far[A, side] / (at_1[A] * math.exp(log_r)) - 1) > ROUNDING_FAR
-        for A in SIGNS
-        for side, (_, log_r) in FAR.items()
-    }
+    follows_ratio: dict[float, bool] = {}
+    ignores_ratio: dict[float, bool] = {}
+    bounded: dict[tuple[float, str], bool] = {}
+    for A in SIGNS:
+        follows_ratio[A] = trains[A] and any(
+            is_proportional_near[A, side] for side in SIDES
+        )
+        ignores_ratio[A] = trains[A] and all(
+            is_equal_everywhere[A, side] for side in SIDES
+        )
+        for side, (_, log_r) in FAR.items():
+            bounded[A, side] = False
+            if follows_ratio[A]:
+                proportional = at_1[A] * math.exp(log_r)
+                off_far = abs(far[A, side] / proportional - 1)
+                bounded[A, side] = off_far > ROUNDING_FAR
+
     far_above = token(1.0, *FAR["above"])
     value_far_above = term_of(objective, own_hp)(
         far_above.logp, far_above.logp_old, far_above.adv, far_above.mask

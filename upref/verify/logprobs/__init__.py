@@ -69,15 +69,9 @@ def check_logprobs(
         InputError: where fn cannot be run, or answers with other things.
     """
     start = time.perf_counter()
-    for name, number in (
-        ("softcap", 1.0 if softcap is None else softcap),
-        ("logit_scale", logit_scale),
-    ):
-        is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        if not is_number or not 0 < number < 1e300:
-            raise InputError(
-                f"{name} must be a finite number > 0, got {repr(number)[:60]}."
-            )
+    if softcap is not None:
+        _require_positive("softcap", softcap)
+    _require_positive("logit_scale", logit_scale)
     if type(ranks) is not int or not 1 <= ranks <= 16:
         raise InputError(
             f"ranks must be a number of processes from 1 to 16, got {repr(ranks)[:60]}."
@@ -101,30 +95,36 @@ def check_logprobs(
         if as_rows is not None:
             kernel, case, notes = as_rows
     oracle_findings, outcomes = run(ORACLES, case, skip)
-    hp = {
-        name: value
-        for name, value in (("softcap", softcap), ("logit_scale", logit_scale))
-        if value not in (None, 1.0)
-    }
+    hp: dict[str, Any] = {}
+    if softcap not in (None, 1.0):
+        hp["softcap"] = softcap
+    if logit_scale != 1.0:
+        hp["logit_scale"] = logit_scale
     seconds = time.perf_counter() - start
     findings = [*notes, *oracle_findings]
-    read_as = str(kernel.reading)
-    unchecked = [SHIFT, *_not_run(kernel, outcomes)]
+    costly = [found for found in findings if found.oracle in COSTLY and _is_note(found)]
     return Report(
-        kernel.name,
-        "log-probs",
-        hp,
-        findings,
-        read_as,
-        _assumptions(kernel),
-        outcomes,
-        case.tol,
-        seconds,
-        not_checked=unchecked,
-        costs="; ".join(
-            f.about for f in findings if f.oracle in COSTLY and _is_note(f)
-        ),
+        loss=kernel.name,
+        objective="log-probs",
+        hp=hp,
+        findings=findings,
+        read_as=str(kernel.reading),
+        assumptions=_assumptions(kernel),
+        oracles=outcomes,
+        tolerances=case.tol,
+        seconds=seconds,
+        not_checked=[SHIFT, *_not_run(kernel, outcomes)],
+        costs="; ".join(found.about for found in costly),
     )
+
+
+def _require_positive(name: str, number: Any) -> None:
+    """Raise InputError for what is no finite number above 0."""
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or not 0 < number < 1e300:
+        raise InputError(
+            f"{name} must be a finite number > 0, got {repr(number)[:60]}."
+        )
 
 
 def _check_nucleus(

@@ -156,29 +156,25 @@ def compared(
 
     for rank, found in enumerate(all_outcomes):
         expected = solved(problem).numbers
-        expected |= {
-            f"gradient of {k}": solved(problem)
-            .numbers[f"gradient of {k}"]
-            .chunk(ranks, dim)[rank]
-            for k, dim in (("logits", -1), ("weight", 0))
-            if k in problem.leaves
-        }
+        # the dimension of the vocabulary, of which a rank has its part
+        for leaf, dim in (("logits", -1), ("weight", 0)):
+            if leaf in problem.leaves:
+                key = f"gradient of {leaf}"
+                expected[key] = expected[key].chunk(ranks, dim)[rank]
+        numbers_to_compare = dict(found)
         if hidden_key in found:
             summed = sum(numbers[hidden_key] for numbers in all_outcomes)
             is_reduced = worst({hidden_key: found[hidden_key]}, expected)[0] <= 1
             is_added_up = worst({hidden_key: summed}, expected)[0] <= 1
-            if is_added_up and not rank:
+            if is_added_up and rank == 0:
                 yield note(
                     "ranks",
                     "on each rank the gradient of the hidden states is this rank's "
                     "part: add it up",
                 )
-        # the gradient of the hidden states is right as a part too
-        numbers_to_compare = {
-            k: v
-            for k, v in found.items()
-            if k != hidden_key or not (is_reduced or is_added_up)
-        }
+            # it is right as a part too
+            if is_reduced or is_added_up:
+                del numbers_to_compare[hidden_key]
         error, key, index, x, y = worst(numbers_to_compare, expected)
         if error > 1:
             about = f"rank {rank} of {ranks}, each with a part of the vocabulary"
@@ -205,19 +201,19 @@ def _known_mistake(
     log_sum_of_all = log_sum(states(problem))
     x_of_rank = parts[rank]
     columns = parts[0].shape[-1]
-    unshifted = sum(
-        (pick(x, problem.tokens.clamp(max=columns - 1)) for x in parts), 0 * lp
-    ).masked_fill(problem.tokens >= columns, 0)
-    from_own_max = (
-        x_of_rank.amax(-1)
-        + sum(((x - x.amax(-1, True)).exp().sum(-1) for x in parts), 0 * lp).log()
-    )
+    # each rank picks the id of the whole vocabulary from its own columns
+    own_ids = problem.tokens.clamp(max=columns - 1)
+    picked = sum((pick(x, own_ids) for x in parts), 0 * lp)
+    unshifted = picked.masked_fill(problem.tokens >= columns, 0)
+    # sums that are relative to different maxima are added
+    own_sums = ((x - x.amax(-1, True)).exp().sum(-1) for x in parts)
+    from_own_max = x_of_rank.amax(-1) + sum(own_sums, 0 * lp).log()
     gradients = {
         key: gradient
         for key, gradient in expected.items()
         if key.startswith("gradient")
     }
-    for words, change in {
+    mistakes = {
         "log(ranks) is subtracted: every rank's normalizer is counted": {
             "log-prob": lp - math.log(ranks)
         },
@@ -243,7 +239,8 @@ def _known_mistake(
         "the entropy is that of this rank's part alone": {
             "entropy": entropy(x_of_rank)
         },
-    }.items():
+    }
+    for words, change in mistakes.items():
         keys = change if "log-prob" in change else found
         numbers = {key: found[key] for key in keys if key in found}
         error, *_ = worst(numbers, expected | change)

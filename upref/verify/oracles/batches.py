@@ -648,36 +648,34 @@ def _cause_of_average(case: LossCase, batch: Rollouts) -> str | Cause:
             averaged[rows] = due / ranks
         return averaged
 
+    def found_and_changed(
+        batch: Rollouts, change: Callable[[Rollouts, int], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the averaged gradients for each number of ranks: those found, and those
+        that the change gives.
+        """
+        # numbers of ranks that have equally many responses each
+        equal_ranks = [ranks for ranks in RANK_COUNTS if len(batch.mask) % ranks == 0]
+        if not equal_ranks:
+            raise InputError("it has no equal parts")
+        found = []
+        changed = []
+        for ranks in equal_ranks:
+            found.append(_averaged_gradient(case, batch, ranks))
+            changed.append(change(batch, ranks))
+        return torch.cat(found), torch.cat(changed)
+
+    own_counts = divides_by_its_own(case, "rank")
     for words, change in (
         (
             "it is not scaled by the number of ranks",
-            lambda c, ranks: _due_gradient(case, c) / ranks,
+            lambda batch, ranks: _due_gradient(case, batch) / ranks,
         ),
-        (divides_by_its_own(case, "rank"), by_own_counts),
-        (
-            divides_by_its_own(case, "rank"),
-            lambda c, ranks: by_own_counts(c, ranks) * ranks,
-        ),
+        (own_counts, by_own_counts),
+        (own_counts, lambda batch, ranks: by_own_counts(batch, ranks) * ranks),
     ):
-
-        def found_and_changed(
-            batch: Rollouts, change: Callable[[Rollouts, int], Tensor] = change
-        ) -> tuple[Tensor, Tensor]:
-            """Return the averaged gradients for each number of ranks: those found, and
-            those that the change gives.
-            """
-            # numbers of ranks that have equally many responses each
-            equal_ranks = [
-                ranks for ranks in RANK_COUNTS if len(batch.mask) % ranks == 0
-            ]
-            if not equal_ranks:
-                raise InputError("it has no equal parts")
-            pairs = [
-                (_averaged_gradient(case, batch, ranks), change(batch, ranks))
-                for ranks in equal_ranks
-            ]
-            return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
-
-        if holds_on_other_batches(case, found_and_changed, batch):
+        if holds_on_other_batches(
+            case, partial(found_and_changed, change=change), batch
+        ):
             return words
     return ""

@@ -113,20 +113,30 @@ def _with_counter_ahead(case: LossCase, batch: Rollouts) -> list[Finding]:
             place.write(number)
         return not _same(ahead.gradient(batch), gradient)
 
-    same = int(numbers[0])
+    def words_for(turn: tuple[int, int]) -> str:
+        """Return in words where the gradient changes: at which call, if the numbers count
+        calls.
+
+        Args:
+            turn: as `_turn_between` returns it.
+        """
+        # the calls that the counter has not counted
+        before = number_of_next_call - int(numbers[0])
+        if counts_calls and min(turn) + before > 0:
+            calls = _words_for_turn(turn[0] + before, turn[1] + before)
+            return f"{calls}, counted from its first call in a process"
+        return f"where a number that it counts up is {max(turn)}"
+
+    numbers_to_try: list[int] = []
+    for count in COUNTS:
+        numbers_to_try += [count - 1, count]
+    same = int(numbers[0])  # the last number at which the gradient was the same
     try:
-        for number in (count - 1 + later for count in COUNTS for later in (0, 1)):
+        for number in numbers_to_try:
             with contextlib.suppress(InputError):  # the number is no counter
                 if differs(number):
                     turn = _turn_between(differs, same, number)
-                    # the calls that the counter has not counted
-                    before = number_of_next_call - int(numbers[0])
-                    if counts_calls and min(turn) + before > 0:
-                        first, last = (n + before for n in turn)
-                        how = f"{_words_for_turn(first, last)}, counted from its first call in a process"
-                    else:
-                        how = f"where a number that it counts up is {max(turn)}"
-                    return [_failure_of_counter(case, batch, how)]
+                    return [_failure_of_counter(case, batch, words_for(turn))]
                 same = number
     finally:
         for place, number in zip(found, numbers, strict=True):

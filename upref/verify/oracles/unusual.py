@@ -95,7 +95,8 @@ def unusual_inputs(case: LossCase) -> list[Finding]:
         if any(f.severity == "failure" for f in findings):
             return [*notes, *_failures_of_ids(case), *findings]
         # a refusal of float32 has other words for each batch
-        notes += [f for f in findings if f.about not in {n.about for n in notes}]
+        noted = {finding.about for finding in notes}
+        notes += [finding for finding in findings if finding.about not in noted]
         case.covered[:] = dict.fromkeys((*case.covered, axis.words))
         if name == TIMED:
             seconds_per_token = (time.process_time() - start) / token_count
@@ -240,16 +241,7 @@ def _failure_on_axis(
         i, t = worst(errors)
         shown = example(case, batch)
     else:
-        hp_words = "".join(
-            f", {k}={v!r}" for k, v in case.hp_without_kl.items() if v is not None
-        )
-        arguments = (
-            f"{axis!r}, upref.get({case.objective.name!r})"
-            + (f", ids={ids!r}" if ids else "")
-            + hp_words
-        )
-        dtype_comment = "  # every number of it in float32" if dtype_words else ""
-        code = f"from upref.weights.stress import stress_batch\nb = stress_batch({arguments}){dtype_comment}"
+        code = _code_of_batch(case, axis, ids, is_float32=bool(dtype_words))
         shown = Example(code=code, rollouts=True)
         is_wrong = errors > 10 * case.tol
         is_right = ~is_wrong & (case.expected(batch).abs() > case.tol)
@@ -257,11 +249,13 @@ def _failure_on_axis(
         extent += _range_words("row", is_wrong.any(1), is_right.any(1))
         extent += _range_words("column", is_wrong.any(0), is_right.any(0))
     length = int(batch.mask[i].sum())
-    numbers = {
+    tokens = "tokens" if length > 1 else "token"
+    where = f"column {t + 1}, in a response of {length} {tokens}{dtype_words}{extent}"
+    numbers: dict[str, float] = {
         "A": batch.adv[i, t].item(),
         "π_old": batch.logp_old[i, t].exp().item(),
-    } | sampler_ratio(case, batch, (i, t))
-    where_words = f"column {t + 1}, in a response of {length} token{'s' if length > 1 else ''}{dtype_words}{extent}"
+    }
+    numbers |= sampler_ratio(case, batch, (i, t))
     return fail(
         "unusual-inputs",
         AXES[axis].words,
@@ -269,8 +263,27 @@ def _failure_on_axis(
         found[i, t].item(),
         shown,
         why,
-        place=TokenPlace(numbers=numbers, remark=where_words),
+        place=TokenPlace(numbers=numbers, remark=where),
     )
+
+
+def _code_of_batch(
+    case: LossCase, axis: str, ids: tuple[str, ...], is_float32: bool
+) -> str:
+    """Write the code that makes the whole batch of an axis."""
+    arguments = [repr(axis), f"upref.get({case.objective.name!r})"]
+    if ids:
+        arguments.append(f"ids={ids!r}")
+    for name, value in case.hp_without_kl.items():
+        if value is not None:
+            arguments.append(f"{name}={value!r}")
+    code = (
+        "from upref.weights.stress import stress_batch\n"
+        f"b = stress_batch({', '.join(arguments)})"
+    )
+    if is_float32:
+        code += "  # every number of it in float32"
+    return code
 
 
 def _length_words(lengths: Tensor, has_wrong: Tensor, is_right: Tensor) -> str:
