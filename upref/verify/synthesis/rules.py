@@ -113,6 +113,7 @@ def _without(node: ast.expr) -> Iterator[Alternative]:
         case ast.UnaryOp(op=ast.USub() | ast.Invert(), operand=operand):
             yield "the sign is missing", operand
     match node:
+        # binary_kl(p, q): exp(q) * (q - p)
         case ast.Call(func=ast.Name(id="binary_kl"), args=[p, q]):
             log_ratio = ast.BinOp(q, ast.Sub(), p)
             of_sampled = ast.BinOp(call("exp", q), ast.Mult(), log_ratio)
@@ -133,6 +134,7 @@ def _exchanged(node: ast.expr) -> Iterator[Alternative]:
                 yield "two arguments are exchanged", call(name, y, x, *rest)
             if name == "abs":
                 yield "a square", ast.BinOp(arguments[0], ast.Mult(), arguments[0])
+        # mask.sum(): mask.numel()
         case ast.Call(
             func=ast.Attribute(value=ast.Name(id="mask"), attr="sum"), args=[]
         ):
@@ -144,6 +146,7 @@ def _exchanged(node: ast.expr) -> Iterator[Alternative]:
             if isinstance(op, ast.Sub | ast.Div | ast.Pow):
                 yield "the two sides are exchanged", ast.BinOp(right, op, left)
             match node:
+                # exp(d) - 1: d
                 case ast.BinOp(
                     left=ast.Call(func=ast.Name(id="exp"), args=[d]),
                     op=ast.Sub(),
@@ -221,8 +224,11 @@ def _numbers(node: ast.expr, numbers: list[float]) -> Iterator[Alternative]:
 
 
 def _put_together(node: ast.expr) -> Iterator[Alternative]:
-    """Yield edits that move a part of a sum into a product, a call or a condition."""
+    """Yield edits that move a part of a sum into a product, a call or a condition. The
+    comments have the source before and after the edit.
+    """
     match node:
+        # a * b + c: a * (b + c)
         case ast.BinOp(
             left=ast.BinOp(left=a, op=ast.Mult() | ast.Div() as times, right=b),
             op=ast.Add() | ast.Sub() as plus,
@@ -232,6 +238,7 @@ def _put_together(node: ast.expr) -> Iterator[Alternative]:
             if "lp_sampler" in ast.dump(a) and "lp_ref" in ast.dump(c):
                 words = "the sampler's correction multiplies the KL term too"
             yield words, ast.BinOp(a, times, ast.BinOp(b, plus, c))
+        # when(condition, x) + c: when(condition, x + c)
         case ast.BinOp(
             left=ast.Call(func=ast.Name(id="when"), args=[condition, x], keywords=[]),
             op=ast.Add() | ast.Sub() as plus,
@@ -241,6 +248,7 @@ def _put_together(node: ast.expr) -> Iterator[Alternative]:
                 "the second part has the condition too",
                 call("when", condition, ast.BinOp(x, plus, c)),
             )
+        # when(condition, x): when(condition, x) * share(condition, mask)
         case ast.Call(func=ast.Name(id="when"), args=[condition, _], keywords=[]):
             for share in ("all_over_kept", "own_over_kept"):
                 yield (
@@ -250,12 +258,14 @@ def _put_together(node: ast.expr) -> Iterator[Alternative]:
                     ),
                 )
     match node:
+        # when(condition, a + b): when(condition, a) + b
         case ast.Call(func=ast.Name(id="when"), args=[condition, ast.BinOp() as inner]):
             moved = call("when", condition, inner.left)
             yield (
                 "the second part is outside of the condition",
                 ast.BinOp(moved, inner.op, inner.right),
             )
+        # sg(f(x, bound)) * a: sg(f(x * a, bound))
         case ast.BinOp(
             left=ast.Call(
                 func=ast.Name(id="sg"), args=[ast.Call(args=[x, *more]) as f]
@@ -265,6 +275,7 @@ def _put_together(node: ast.expr) -> Iterator[Alternative]:
         ) if more:
             bounded = ast.Call(f.func, [ast.BinOp(x, ast.Mult(), a), *more], [])
             yield "the bound acts on the product with A", call("sg", bounded)
+        # clip(x, low, high) * A: clip(x * A, low, high)
         case ast.BinOp(
             left=ast.Call(
                 func=ast.Name(id="minimum" | "maximum" | "clip"), args=[x, *more]
@@ -277,6 +288,7 @@ def _put_together(node: ast.expr) -> Iterator[Alternative]:
                 "the bound acts on the product with A",
                 ast.Call(f.func, [product, *more], []),
             )
+        # minimum(exp(sum_t(x, mask)), bound): exp(sum_t(minimum(x, log(bound)), mask))
         case ast.Call(
             func=ast.Name(id="minimum"),
             args=[
@@ -292,11 +304,13 @@ def _put_together(node: ast.expr) -> Iterator[Alternative]:
                 "the bound is on each factor, not on the product",
                 call("exp", ast.Call(total.func, [of_each, variable("mask")], [])),
             )
+        # where(condition, a * x, b * x): x
         case ast.Call(
             func=ast.Name(id="where"),
             args=[_, ast.BinOp(right=x), ast.BinOp(right=y)],
         ) if ast.dump(x) == ast.dump(y):
             yield "the factor is missing in both cases", x
+        # where(condition, minimum(x, high), maximum(x, low)): clip(x, low, high)
         case ast.Call(
             func=ast.Name(id="where"),
             args=[
@@ -377,6 +391,7 @@ def _inside_of_term(node: ast.expr) -> Iterator[Alternative]:
     function.
     """
     match node:
+        # f(lp, lp_old, A) - second: f(lp, lp_old, A - second)
         case ast.BinOp(left=first, op=ast.Sub(), right=second):
             changed = _Advantage(second)
             copy = changed.visit(copied(first))
@@ -384,6 +399,7 @@ def _inside_of_term(node: ast.expr) -> Iterator[Alternative]:
                 yield "the KL term is subtracted from A, inside of the clip", copy
                 detached = _Advantage(call("sg", second)).visit(copied(first))
                 yield "the KL term, detached, is subtracted from A", detached
+        # correction(lp_old - lp_sampler) * f(lp, lp_old, A): f(lp, lp_sampler, A)
         case ast.BinOp(
             left=ast.Call(args=[ast.BinOp(), *_]),
             op=ast.Mult(),
@@ -510,10 +526,12 @@ def _averaged(node: ast.expr) -> Iterator[Alternative]:
     yield "the mean over the response", call("over_response", node, mask)
     yield "the mean over the batch", call("over_tokens", node, mask)
     match node:
+        # lp - lp_old
         case ast.BinOp(left=ast.Name(id="lp"), op=ast.Sub(), right=ast.Name()):
             length = ast.parse("mask.sum(-1)", mode="eval").body
             yield "divided by the length", ast.BinOp(node, ast.Div(), length)
             yield "multiplied by the length", ast.BinOp(node, ast.Mult(), length)
+        # f(mean_t(lp, mask), mean_t(lp_old, mask), per_response(A, mask), ...)
         case ast.Call(
             args=[ast.Call(args=[x, _]) as p, ast.Call(args=[y, _]) as q, *z]
         ):
