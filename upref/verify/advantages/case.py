@@ -407,30 +407,42 @@ def _measured_denominator(case: AdvantageCase) -> Denominator | None:
     with contextlib.suppress(InputError):  # it may refuse rewards that hardly differ
         found += [case.function(b) for b in SCALES[2:]]
     possible_ddofs = [case.hp["ddof"]] if "ddof" in case.hp else [1, 0]
+    # on all batches, then without the smallest rewards, down to the first two batches
     for count in range(len(found), 1, -1):
-        advantages = [a for numbers in found[:count] for a in numbers]
         for ddof in possible_ddofs:
-            numerators: list[Fraction] = []
-            variances: list[Fraction] = []
-            for b in SCALES[:count]:
-                of_batch = numerators_and_variances(case.name, b, ddof)
-                numerators += of_batch[0]
-                variances += of_batch[1]
-            denominator = fit_denominator(
-                numerators,
-                variances,
-                advantages,
-                case.function.tol,
-                ddof,
-                case.hp.get("eps"),
-            )
+            denominator = _denominator_on(case, SCALES[:count], found[:count], ddof)
             if denominator is None:
                 continue
             if count == len(SCALES):
                 return replace(denominator, smallest_std=0.0)
-            smallest_variance = min(v for v in variances if v)
-            return replace(denominator, smallest_std=math.sqrt(smallest_variance))
+            return denominator
     return None
+
+
+def _denominator_on(
+    case: AdvantageCase,
+    batches: Sequence[RewardBatch],
+    found: Sequence[Floats],
+    ddof: int,
+) -> Denominator | None:
+    """Return the denominator that gives the advantages found on all of these batches, with
+    the smallest std above 0 that they have; None where none fits.
+    """
+    numerators: list[Fraction] = []
+    variances: list[Fraction] = []
+    for batch in batches:
+        of_batch = numerators_and_variances(case.name, batch, ddof)
+        numerators += of_batch[0]
+        variances += of_batch[1]
+    advantages = [advantage for numbers in found for advantage in numbers]
+    eps = case.hp.get("eps")
+    denominator = fit_denominator(
+        numerators, variances, advantages, case.function.tol, ddof, eps
+    )
+    if denominator is None:
+        return None
+    smallest_variance = min(variance for variance in variances if variance)
+    return replace(denominator, smallest_std=math.sqrt(smallest_variance))
 
 
 def _fitting_eps(

@@ -9,6 +9,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -188,6 +189,19 @@ class KernelCase:
             for plain_problem in self.plain(name)
         ]
         others += [(other, self.kernel(other)) for other in also]
+
+        def fits_all(fault: LogprobFault, names: set[str], most: float) -> bool:
+            """Return whether a fault gives the numbers of these names of every problem.
+
+            Args:
+                fault: the fault.
+                names: of the numbers.
+                most: the error that is allowed on the problem that was compared.
+            """
+            if not self.is_reproduced(fault.change, problem, done, names, most):
+                return False
+            return all(self._fits(fault, *other, names) for other in others)
+
         # the names to compare, by the one number that is explained; "" explains all
         names_for = {"": set(errors)}
         for name, error in errors.items():
@@ -195,16 +209,7 @@ class KernelCase:
                 names_for[name] = {name} if name in VALUES else {name, *VALUES}
         for name, names in names_for.items():
             error = errors[name] if name else max(errors.values())
-            most = min(3.0, error / 3)
-
-            def fits(
-                fault: LogprobFault, names: set[str] = names, most: float = most
-            ) -> bool:
-                """Return whether a fault gives these numbers of every problem."""
-                return self.is_reproduced(
-                    fault.change, problem, done, names, most
-                ) and all(self._fits(fault, *other, names) for other in others)
-
+            fits = partial(fits_all, names=names, most=min(3.0, error / 3))
             fault = first_fitting(known("logprobs", problem), fits)
             if fault is not None:
                 words = fault.words
