@@ -24,3 +24,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
             raise ValueError(f"{len(row)} cells for {len(columns)} columns: {row}.")
         lines.append(f"| {' | '.join(map(str, row))} |")
     return "\n".join(lines)
+
+
+def codes(names: Iterable[str]) -> str:
+    """Return names as code, with commas between them."""
+    return ", ".join(f"`{name}`" for name in names)

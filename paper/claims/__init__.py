@@ -98,10 +98,10 @@ class Claim:
         found. A verdict holds only for the record with the digest that it was computed
         for.
         """
-        record = {k: v for k, v in asdict(self).items() if k != "second"}
-        return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[
-            :12
-        ]
+        record = asdict(self)
+        del record["second"]
+        text = json.dumps(record, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,12 @@ def deciding(outcomes: list[Outcome]) -> list[Outcome]:
     """
     if not any(o.decides for o in outcomes):
         return outcomes
-    return [
-        o
-        for o in outcomes
-        if o.decides or (o.kind != "mini" and o.finds != ("undecided",))
-    ]
+    kept = []
+    for o in outcomes:
+        speaks_beside_runs = o.kind != "mini" and o.finds != ("undecided",)
+        if o.decides or speaks_beside_runs:
+            kept.append(o)
+    return kept
 
 
 def judge(claim: Claim, outcomes: list[Outcome], last: str = "") -> Judged:
@@ -182,39 +183,56 @@ def judge(claim: Claim, outcomes: list[Outcome], last: str = "") -> Judged:
         last: the verdict computed before, which stays where some evidence could not
             run; "" if there is none.
     """
+    verdict, why = _verdict_if_incomplete(outcomes, last) or _verdict(claim, outcomes)
+    return Judged(claim, verdict, why, tuple(outcomes))
 
-    def said(verdict: str, why: str = "") -> Judged:
-        """Return the claim with this verdict and all outcomes."""
-        return Judged(claim, verdict, why, tuple(outcomes))
 
-    found = {f for o in outcomes for f in o.finds}
-    if failed := [o for o in outcomes if "failed" in o.finds]:
-        return said(RED, "; ".join(f"{o.pointer}: {o.text}" for o in failed))
+def _finds(outcomes: list[Outcome]) -> set[str]:
+    """Return all that some pieces of evidence found."""
+    return {find for outcome in outcomes for find in outcome.finds}
+
+
+def _verdict_if_incomplete(
+    outcomes: list[Outcome], last: str
+) -> tuple[str, str] | None:
+    """Return the verdict and why, where evidence failed, is missing or could not run;
+    None where all of it is there.
+    """
+    found = _finds(outcomes)
+    if "failed" in found:
+        failed = [o for o in outcomes if "failed" in o.finds]
+        return RED, "; ".join(f"{o.pointer}: {o.text}" for o in failed)
     if not found:
-        return said(RED, "no evidence")
+        return RED, "no evidence"
     if "not run" in found:
         why = "; ".join(o.text for o in outcomes if "not run" in o.finds)
-        return said(last, why) if last in VERDICTS else said(RED, why)
-    found = {f for o in deciding(outcomes) for f in o.finds}
+        return (last if last in VERDICTS else RED), why
+    return None
+
+
+def _verdict(claim: Claim, outcomes: list[Outcome]) -> tuple[str, str]:
+    """Return what the evidence, which is complete, makes of a claim: the verdict, and
+    its condition or why it is red.
+    """
+    found = _finds(deciding(outcomes))
     good = found & {"proof", "identity", "reproduced"}
     bad = found & {"counterexample", "contradicted", "not seen"}
     if "reproduced" in good:  # shown by one experiment, excluded by another
         bad |= found & {"excluded"}
-    condition = claim.condition or "; ".join(
-        o.condition for o in outcomes if o.condition
-    )
+    of_evidence = "; ".join(o.condition for o in outcomes if o.condition)
+    condition = claim.condition or of_evidence
     if good and bad:
         if not condition:
-            return said(RED, "evidence for and against, and no condition")
-        return said(words.CONDITION, condition)
+            return RED, "evidence for and against, and no condition"
+        return words.CONDITION, condition
     if condition:
         lacks = "that it is needed" if good else "that it is enough"
-        return said(RED, f"a condition, and no evidence {lacks}")
+        return RED, f"a condition, and no evidence {lacks}"
     if found == {"unspecified"}:
-        return said(words.UNSPECIFIED)
+        return words.UNSPECIFIED, ""
     if "unspecified" in found:
-        return said(RED, "said to be unspecified, and tested")
-    return said(next(verdict for f, verdict in FINDS.items() if f in found))
+        return RED, "said to be unspecified, and tested"
+    return next(verdict for find, verdict in FINDS.items() if find in found), ""
 
 
 def raw(text: str | None = None) -> dict[str, Any]:
@@ -224,11 +242,8 @@ def raw(text: str | None = None) -> dict[str, Any]:
         InputError: it is no TOML.
     """
     if text is None:
-        text = (
-            resources.files("paper.claims")
-            .joinpath("claims.toml")
-            .read_text(encoding="utf-8")
-        )
+        file = resources.files("paper.claims").joinpath("claims.toml")
+        text = file.read_text(encoding="utf-8")
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -241,19 +256,10 @@ def read(text: str | None = None) -> list[Claim]:
     Raises:
         InputError: a record is not whole, an id is used twice, or a source is unknown.
     """
-    all_of_it = raw(text)
-    listed = {*KINDS, "elsewhere"}
-    whole: list[dict[str, Any]] = [
-        r | {"ours": False} for r in all_of_it.get("claim", [])
-    ]
-    whole += [{"quote": ""} | r | {"ours": True} for r in all_of_it.get("question", [])]
-    records: list[dict[str, Any]] = [
-        {k: tuple(v) if k in listed else v for k, v in r.items()} for r in whole
-    ]
-    try:
-        claims = [Claim(**r) for r in records]
-    except TypeError as error:
-        raise InputError(f"the claims cannot be read: {error}") from error
+    tables = raw(text)
+    claims = [_claim(record, ours=False) for record in tables.get("claim", [])]
+    for question in tables.get("question", []):
+        claims.append(_claim({"quote": ""} | question, ours=True))
     seen: set[str] = set()
     for c in claims:
         has_place = c.place.startswith(("Sec. ", "App. "))
@@ -263,11 +269,34 @@ def read(text: str | None = None) -> list[Claim]:
             raise InputError(
                 f"claim {c.id!r}: it needs its own id, a place (Sec. or App.), says and, of a claim, a quote."
             )
-        for known in (e.partition(":")[0] for e in c.elsewhere):
-            if known not in all_of_it.get("source", {}):
-                raise InputError(f"claim {c.id!r}: there is no source named {known!r}.")
+        for said in c.elsewhere:
+            source = said.partition(":")[0]
+            if source not in tables.get("source", {}):
+                raise InputError(
+                    f"claim {c.id!r}: there is no source named {source!r}."
+                )
         seen.add(c.id)
     return claims
+
+
+def _claim(record: dict[str, Any], *, ours: bool) -> Claim:
+    """Return the claim of a table of claims.toml, with tuples in place of its lists.
+
+    Args:
+        record: the table.
+        ours: whether it is a question of ours.
+
+    Raises:
+        InputError: it lacks a key, or has one that a claim has not.
+    """
+    fields = dict(record)
+    for key in (*KINDS, "elsewhere"):
+        if key in fields:
+            fields[key] = tuple(fields[key])
+    try:
+        return Claim(**fields | {"ours": ours})
+    except TypeError as error:
+        raise InputError(f"the claims cannot be read: {error}") from error
 
 
 def sources() -> dict[str, dict[str, str]]:
@@ -282,11 +311,11 @@ def last() -> dict[str, Any]:
     """Return computed.json: id -> verdict, why, outcomes, date, commit, and `record`,
     the digest of the claim that they are of.
     """
-    return {
-        name: entry | {"date": made.date, "commit": made.commit}
-        for made in record.read(COMPUTED)
-        for name, entry in made.rows.items()
-    }
+    entries = {}
+    for made in record.read(COMPUTED):
+        for name, entry in made.rows.items():
+            entries[name] = entry | {"date": made.date, "commit": made.commit}
+    return entries
 
 
 def as_computed(
@@ -299,33 +328,33 @@ def as_computed(
         claims: all if not given.
         computed: what `last` returns, if not given.
     """
-    known = last() if computed is None else computed
-    found = []
-    for c in read() if claims is None else claims:
-        k = known.get(c.id)
-        if not k or k["record"] != c.digest:
+    if computed is None:
+        computed = last()
+    if claims is None:
+        claims = read()
+    judged = []
+    for c in claims:
+        entry = computed.get(c.id)
+        if not entry or entry["record"] != c.digest:
             why = "not computed since its record was written: python -m paper claims --run --save"
-            found.append(Judged(c, RED, why, ()))
+            judged.append(Judged(c, RED, why, ()))
             continue
         outcomes = tuple(
-            Outcome(**o | {"finds": tuple(o["finds"])}) for o in k["outcomes"]
+            Outcome(**fields | {"finds": tuple(fields["finds"])})
+            for fields in entry["outcomes"]
         )
-        found.append(Judged(c, k["verdict"], k["why"], outcomes))
-    return found
+        judged.append(Judged(c, entry["verdict"], entry["why"], outcomes))
+    return judged
 
 
 def saved(judged: list[Judged]) -> dict[str, Any]:
     """Return the rows of computed.json for these claims, by id."""
-
-    def entry(j: Judged) -> dict[str, Any]:
-        """Return what is kept of a judged claim, without its outcomes."""
-        return {
+    return {
+        j.claim.id: {
             "record": j.claim.digest,
             "verdict": j.verdict,
             "why": j.why,
+            "outcomes": [asdict(o) for o in j.outcomes],
         }
-
-    return {
-        j.claim.id: entry(j) | {"outcomes": [asdict(o) for o in j.outcomes]}
         for j in judged
     }

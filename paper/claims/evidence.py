@@ -28,6 +28,7 @@ from xml.etree import ElementTree
 from docs import record
 from paper.claims import (
     COMPUTED,
+    KINDS,
     Claim,
     Judged,
     Outcome,
@@ -38,6 +39,7 @@ from paper.claims import (
     words,
 )
 from upref.errors import InputError
+from upref.markdown import codes
 
 ROOT = Path(__file__).parents[2]
 PLACES = (ROOT.parent / "shared" / "up_paper.tex", ROOT / "shared" / "up_paper.tex")
@@ -62,9 +64,8 @@ def compute(
         InputError: it is no checkout, or the tests cannot run.
     """
     known = last()
-    judged = run(
-        claims, {c.id: known.get(c.id, {}).get("verdict", "") for c in claims}, root
-    )
+    before = {c.id: known.get(c.id, {}).get("verdict", "") for c in claims}
+    judged = run(claims, before, root)
     made = saved(judged)
     day = datetime.now(UTC).date().isoformat()
     if save:
@@ -95,22 +96,26 @@ def run(
         raise InputError(
             f"{root} is no checkout of the repository: run `python -m paper claims --run` in one."
         )
-    asked: dict[str, list[str]] = {}  # kind of evidence -> pointers, each once
-    for kind in ("derivations", "mini", "exact", "tests"):
-        asked[kind] = sorted({x for c in claims for x in getattr(c, kind)})
+    asked: dict[str, set[str]] = {kind: set() for kind in KINDS}
+    for c in claims:
+        for kind, pointer in c.pointers:
+            asked[kind].add(pointer)
     jobs: list[Future] = []
+    found: dict[tuple[str, str], Outcome] = {}
     with ThreadPoolExecutor(2) as pool, _ended(jobs):
         # one by one: where an interrupt comes between, `_ended` has those before it
-        jobs += [pool.submit(derivations, asked["derivations"], root)]
-        jobs += [pool.submit(tests, asked["tests"], root)]
-        jobs += [pool.submit(mini, asked["mini"], root)]
-        jobs += [pool.submit(exact, asked["exact"], root)]
-        found = {k: v for job in jobs for k, v in job.result().items()}
+        jobs.append(pool.submit(derivations, sorted(asked["derivations"]), root))
+        jobs.append(pool.submit(tests, sorted(asked["tests"]), root))
+        jobs.append(pool.submit(mini, sorted(asked["mini"]), root))
+        jobs.append(pool.submit(exact, sorted(asked["exact"]), root))
+        for job in jobs:
+            found |= job.result()
     tex = paper()
-    return [
-        judge(c, [*outcomes(c, found), *in_the_paper(c, tex)], before.get(c.id, ""))
-        for c in claims
-    ]
+    judged = []
+    for c in claims:
+        evidence = [*outcomes(c, found), *in_the_paper(c, tex)]
+        judged.append(judge(c, evidence, before.get(c.id, "")))
+    return judged
 
 
 def outcomes(c: Claim, found: dict) -> list[Outcome]:
@@ -202,36 +207,45 @@ def tests(nodes: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
     Raises:
         InputError: pytest did not run.
     """
-    there = [n for n in nodes if has_test(root, n)]
-    found = {
-        ("tests", n): failed("tests", n, "there is no such test")
-        for n in nodes
-        if n not in there
-    }
+    found: dict[tuple[str, str], Outcome] = {}
+    there = []
+    for node in nodes:
+        if has_test(root, node):
+            there.append(node)
+        else:
+            found["tests", node] = failed("tests", node, "there is no such test")
     if not there:
         return found
+    cases = _report_of_pytest(there, root)
+    for node in there:
+        found["tests", node] = test_outcome(node, cases.get(node, []))
+    return found
+
+
+def _report_of_pytest(
+    nodes: list[str], root: Path
+) -> dict[str, list[ElementTree.Element]]:
+    """Run one pytest for these tests; return FILE::NAME -> the entries of pytest's
+    report, one for each parameter.
+
+    Raises:
+        InputError: pytest did not run.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        where = [f"--rootdir={root}", f"--junitxml={report}"]
-        done = process(
-            root, "-m", "pytest", "-q", "-p", "no:cacheprovider", *where, *there
-        )
+        options = ["-q", "-p", "no:cacheprovider"]
+        options += [f"--rootdir={root}", f"--junitxml={report}"]
+        done = process(root, "-m", "pytest", *options, *nodes)
         if not report.exists():
-            raise InputError(
-                f"pytest did not run: {(done.stderr or done.stdout).strip().splitlines()[-1:]}"
-            )
+            last_line = (done.stderr or done.stdout).strip().splitlines()[-1:]
+            raise InputError(f"pytest did not run: {last_line}")
         cases = list(ElementTree.parse(report).iter("testcase"))
-    for n in there:
-        file, _, name = n.partition("::")
-        module = file.removesuffix(".py").replace("/", ".")
-        mine = [
-            c
-            for c in cases
-            if c.get("classname") == module
-            and c.get("name", "").partition("[")[0] == name
-        ]
-        found["tests", n] = test_outcome(n, mine)
-    return found
+    by_node: dict[str, list[ElementTree.Element]] = {}
+    for case in cases:
+        file = case.get("classname", "").replace(".", "/")
+        name = case.get("name", "").partition("[")[0]  # without parameters
+        by_node.setdefault(f"{file}.py::{name}", []).append(case)
+    return by_node
 
 
 def has_test(root: Path, node: str) -> bool:
@@ -258,25 +272,17 @@ def test_outcome(node: str, cases: list[ElementTree.Element]) -> Outcome:
             if (bad := case.find(tag)) is not None:
                 return failed("tests", node, bad.get("message") or "it fails")
         if (skipped := case.find("skipped")) is not None:
-            return Outcome(
-                "tests", node, ("not run",), f"{node}: {skipped.get('message')}"
-            )
-    said = [
-        (p.get("name", ""), p.get("value", ""))
-        for case in cases
-        for p in case.iter("property")
-    ]
-    finds = tuple(
-        dict.fromkeys(
-            k for k, _ in said if k in ("identity", "counterexample", "undecided")
-        )
-    )
-    return Outcome(
-        "tests",
-        node,
-        finds or ("identity",),
-        "; ".join(dict.fromkeys(v for _, v in said)),
-    )
+            why = f"{node}: {skipped.get('message')}"
+            return Outcome("tests", node, ("not run",), why)
+    finds: dict[str, None] = {}  # each once, in the order of the tests
+    texts: dict[str, None] = {}
+    for case in cases:
+        for said in case.iter("property"):
+            name = said.get("name", "")
+            if name in ("identity", "counterexample", "undecided"):
+                finds[name] = None
+            texts[said.get("value", "")] = None
+    return Outcome("tests", node, tuple(finds) or ("identity",), "; ".join(texts))
 
 
 # ---- experiments ---------------------------------------------------------------------
@@ -312,29 +318,32 @@ def mini_words(s: dict) -> tuple[str, str]:
 
     A claim of which only a part holds is undecided.
     """
+    text = s["shown"].replace("<br>", "; ")
     # the reason says how many contrasts of the claim hold
-    part = (
-        f"{s['why']}; "
-        if "contrasts hold" in s["why"] and s["word"] != "reproduced"
-        else ""
-    )
-    text = part + s["shown"].replace("<br>", "; ")
-    verdict, ran = s["verdict"], f"({s['seeds']} seeds)"
+    if "contrasts hold" in s["why"] and s["word"] != "reproduced":
+        text = f"{s['why']}; {text}"
+    with_seeds = f"{text} ({s['seeds']} seeds)"
+    verdict = s["verdict"]
     if verdict == words.REPRODUCED:
-        return "reproduced", f"{text} {ran}"
+        return "reproduced", with_seeds
     if verdict == words.CONTRADICTED:
-        finds = "not seen" if s["bounds_alone"] else "contradicted"
-        return finds, f"{text} {ran}"
+        return ("not seen" if s["bounds_alone"] else "contradicted"), with_seeds
+    if verdict == words.EXCLUDED:
+        return "excluded", f"{s['limit']}: {with_seeds}"
     if verdict == words.NOT_TESTABLE:
         return "not testable", f"{s['why']}: {text}" if text else s["why"]
-    if verdict == words.EXCLUDED:
-        return "excluded", f"{s['limit']}: {text} {ran}"
-    unknown = "more than 200 seeds, or the effect seen is on the other side"
-    seeds = f"it would take {s['needed']} seeds" if s["needed"] else unknown
-    if s["needed"] and s["needed"] <= s["seeds"]:
-        seeds = "the power was there, and it is too close to call"
-    so_far = f"{s['seeds']} of {s['of']} seeds: {seeds}"
+    so_far = f"{s['seeds']} of {s['of']} seeds: {_seeds_needed(s)}"
     return "undecided", f"{text} ({so_far})" if text else so_far
+
+
+def _seeds_needed(s: dict) -> str:
+    """Return how many seeds would decide an undecided claim, as words."""
+    needed = s["needed"]
+    if not needed:
+        return "more than 200 seeds, or the effect seen is on the other side"
+    if needed <= s["seeds"]:
+        return "the power was there, and it is too close to call"
+    return f"it would take {needed} seeds"
 
 
 def exact(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
@@ -350,18 +359,14 @@ def exact(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
     file = root / "repro" / "exact" / "results" / "results.json"
     results = record.rows(file)
     found = {}
-    for n in names:
-        experiment, _, words = n.partition("/")
-        mine = [
-            f
-            for f in results.get(experiment, {}).get("findings", [])
-            if f["claim"].startswith(words)
-        ]
-        found["exact", n] = (
-            exact_outcome(n, mine[0])
-            if len(mine) == 1
-            else failed("exact", n, f"{len(mine)} findings")
-        )
+    for name in names:
+        experiment, _, first_words = name.partition("/")
+        findings = results.get(experiment, {}).get("findings", [])
+        mine = [f for f in findings if f["claim"].startswith(first_words)]
+        if len(mine) == 1:
+            found["exact", name] = exact_outcome(name, mine[0])
+        else:
+            found["exact", name] = failed("exact", name, f"{len(mine)} findings")
     return found
 
 
@@ -374,9 +379,9 @@ def exact_outcome(name: str, finding: dict) -> Outcome:
         "does not hold": ("contradicted",),
         "holds in part": ("reproduced", "contradicted"),
     }
-    text = finding["because"]
-    part = finding["verdict"] == "holds in part"
-    return Outcome("exact", name, finds[finding["verdict"]], text, text if part else "")
+    verdict, text = finding["verdict"], finding["because"]
+    condition = text if verdict == "holds in part" else ""
+    return Outcome("exact", name, finds[verdict], text, condition)
 
 
 # ---- the paper itself ----------------------------------------------------------------
@@ -396,9 +401,8 @@ def paper() -> tuple[str, str] | None:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"UPREF_PAPER={file} cannot be read: {error}.") from error
     comment = r"(?<!\\)%.*"
-    return " ".join(re.sub(comment, "", text).split()), "\n".join(
-        re.findall(comment, text)
-    )
+    printed = " ".join(re.sub(comment, "", text).split())
+    return printed, "\n".join(re.findall(comment, text))
 
 
 def in_the_paper(c: Claim, tex: tuple[str, str] | None) -> Iterable[Outcome]:
@@ -414,46 +418,55 @@ def in_the_paper(c: Claim, tex: tuple[str, str] | None) -> Iterable[Outcome]:
     if c.quote and c.section not in sections_of(c.quote, printed):
         yield failed("words", c.id, f"{c.quote!r} is not in {c.place}")
     if c.absent:
+        yield _absent(c, printed, comments)
 
-        def found(text: str) -> list[str]:
-            """Return the patterns of what is said to be absent that the text has."""
-            return [p for p in c.absent if re.search(p, text, re.I)]
 
-        if there := found(printed):
-            yield failed("absent", c.id, f"the paper has {', '.join(map(repr, there))}")
-        else:
-            said = ", ".join(f"`{p}`" for p in c.absent)
-            also = (
-                "a commented-out line of the LaTeX matches"
-                if found(comments)
-                else "nor have the LaTeX's comments"
-            )
-            yield Outcome(
-                "absent",
-                c.id,
-                ("unspecified",),
-                f"the printed text has none of {said}; {also}",
-            )
+def _absent(c: Claim, printed: str, comments: str) -> Outcome:
+    """Return what a search of the paper for what a claim says is absent found.
+
+    Args:
+        c: the claim, with patterns.
+        printed: the paper's LaTeX as it prints.
+        comments: its comments.
+    """
+
+    def there(text: str) -> list[str]:
+        """Return the patterns that the text has, in any case of letters."""
+        return [pattern for pattern in c.absent if re.search(pattern, text, re.I)]
+
+    if in_print := there(printed):
+        listed = ", ".join(map(repr, in_print))
+        return failed("absent", c.id, f"the paper has {listed}")
+    also = "nor have the LaTeX's comments"
+    if there(comments):
+        also = "a commented-out line of the LaTeX matches"
+    text = f"the printed text has none of {codes(c.absent)}; {also}"
+    return Outcome("absent", c.id, ("unspecified",), text)
 
 
 def sections_of(words: str, tex: str) -> list[str]:
     """Return every section in which the words are, as "3.1" or "A"; [] for none."""
-    found, start = [], 0
-    heads = [
-        (m.start(), m[1], m[0])
-        for m in re.finditer(r"\\(section|subsection|beginappendix)\b", tex)
-    ]
-    while (at := tex.find(words, start)) >= 0:
-        start, number, sub, appendix = at + 1, 0, 0, False
-        for place, kind, _ in heads:
-            if place > at:
-                break
-            if kind == "beginappendix":
-                number, sub, appendix = 0, 0, True
-            elif kind == "section":
-                number, sub = number + 1, 0
-            else:
-                sub += 1
-        name = chr(64 + number) if appendix else str(number)
-        found.append(f"{name}.{sub}" if sub else name)
+    found = []
+    at = tex.find(words)
+    while at >= 0:
+        found.append(_section_at(at, tex))
+        at = tex.find(words, at + 1)
     return found
+
+
+def _section_at(at: int, tex: str) -> str:
+    """Return the number of the section of the character at this index: "3", "3.1", or
+    "A" in the appendix.
+    """
+    number, sub, in_appendix = 0, 0, False
+    for head in re.finditer(r"\\(section|subsection|beginappendix)\b", tex):
+        if head.start() > at:
+            break
+        if head[1] == "beginappendix":
+            number, sub, in_appendix = 0, 0, True
+        elif head[1] == "section":
+            number, sub = number + 1, 0
+        else:
+            sub += 1
+    name = chr(ord("A") + number - 1) if in_appendix else str(number)
+    return f"{name}.{sub}" if sub else name

@@ -37,6 +37,7 @@ FILES = {
     "stale": "repro/mini/stale/results/report.md",
     "controls": "repro/mini/controls/results/report.md",
 }
+FIRST_AUTHOR = "verl-7022"  # the source that is code of the paper's first author
 ROUND_2 = (  # experiments of the second round
     "dose_low",
     "dose_middle",
@@ -62,27 +63,22 @@ def chosen(
     Raises:
         InputError: there is no such section or verdict.
     """
-    sections = sorted({j.claim.section for j in judged})
-    if section and not any(
-        s == section or s.startswith(f"{section}.") for s in sections
-    ):
-        raise InputError(
-            f"there is no claim in section {section!r}: choose one of {', '.join(sections)}."
-        )
-    if verdict and not any(v.startswith(verdict) for v in (*VERDICTS, RED)):
-        raise InputError(
-            f"there is no verdict named {verdict!r}: choose one of {', '.join((*VERDICTS, RED))}."
-        )
-
-    def here(s: str) -> bool:
-        """Return whether this section is the one asked for, or inside it."""
-        return not section or s == section or s.startswith(f"{section}.")
-
-    return [
-        j
-        for j in judged
-        if here(j.claim.section) and j.verdict.startswith(verdict or "")
-    ]
+    found = list(judged)
+    if section:
+        found = [j for j in judged if f"{j.claim.section}.".startswith(f"{section}.")]
+        if not found:
+            sections = sorted({j.claim.section for j in judged})
+            raise InputError(
+                f"there is no claim in section {section!r}: choose one of {', '.join(sections)}."
+            )
+    if verdict:
+        verdicts = (*VERDICTS, RED)
+        if not any(known.startswith(verdict) for known in verdicts):
+            raise InputError(
+                f"there is no verdict named {verdict!r}: choose one of {', '.join(verdicts)}."
+            )
+        found = [j for j in found if j.verdict.startswith(verdict)]
+    return found
 
 
 ORDER = (
@@ -123,27 +119,29 @@ def tally(judged: Sequence[Judged]) -> str:
     """Return `Of 88 statements of the paper, 20 are proved, ... and 2 are false as
     written. Of 35 questions of ours, ...`, by ORDER; "0 statements" for none.
     """
-    said = []
-    for ours, what in (
-        (False, "statement{} of the paper"),
-        (True, "question{} of ours"),
+    sentences = []
+    for ours, one, several in (
+        (False, "statement of the paper", "statements of the paper"),
+        (True, "question of ours", "questions of ours"),
     ):
         mine = [j for j in judged if j.claim.ours == ours]
+        if not mine:
+            continue
         count = Counter(j.verdict for j in mine)
-        *most, final = [_counted(count[v], v) for v in ORDER if count[v]] or [""]
-        if mine:
-            all_of_them = " and ".join([", ".join(most), final] if most else [final])
-            said.append(
-                f"Of {len(mine)} {what.format('s' if len(mine) != 1 else '')}, {all_of_them}"
-            )
-    return ". ".join(said) or "0 statements"
+        *most, final = [_counted(count[v], v) for v in ORDER if count[v]]
+        verdicts = f"{', '.join(most)} and {final}" if most else final
+        what = one if len(mine) == 1 else several
+        sentences.append(f"Of {len(mine)} {what}, {verdicts}")
+    return ". ".join(sentences) or "0 statements"
 
 
 def _counted(n: int, verdict: str) -> str:
     """Return how many have a verdict: `1 is proved`, `2 hold numerically`."""
+    if n == 1:
+        return f"1 {verdict}" if verdict.startswith("holds") else f"1 is {verdict}"
     if verdict.startswith("holds"):
-        return f"{n} {verdict if n == 1 else verdict.replace('holds', 'hold')}"
-    return f"{n} {'is' if n == 1 else 'are'} {verdict}"
+        return f"{n} {verdict.replace('holds', 'hold')}"
+    return f"{n} are {verdict}"
 
 
 def made(computed: dict) -> str:
@@ -166,54 +164,65 @@ def text(judged: Sequence[Judged], head: str, verbose: bool = False) -> str:
     """
     out = [f"{tally(judged)}.", head, ""]
     for j in right_first(judged):
-        out.append(
-            f"{j.verdict.upper() if not j else j.verdict}   {j.claim.place}   [{j.claim.id}]"
-        )
-        said = [f"“{plain(j.claim.quote)}”"] if j.claim.quote else []
-        said += [f"reading: {j.claim.says}" if j.claim.quote else j.claim.says]
-        if j.why:
-            said.append(f"{'because' if not j else 'if'}: {j.why}")
-        if j.claim.note:
-            said.append(f"note: {j.claim.note}")
-        said += [f"elsewhere: {e}" for e in j.claim.elsewhere]
-        if j.claim.second:
-            said.append(f"second reader: {j.claim.second}")
-        if verbose:
-            for o in j.outcomes:
-                finds = " and ".join(o.finds)
-                said.append(f"{o.kind} {o.pointer}: {finds}  {o.text}")
-        else:
-            said += shown(j)
-        for sentence in said:
+        verdict = j.verdict if j else j.verdict.upper()
+        out.append(f"{verdict}   {j.claim.place}   [{j.claim.id}]")
+        evidence = _all_evidence(j) if verbose else shown(j)
+        for sentence in [*_sentences(j), *evidence]:
             out += textwrap.wrap(
                 sentence, 150, initial_indent=" " * 4, subsequent_indent=" " * 6
             )
     return "\n".join(out)
 
 
+def _sentences(j: Judged) -> list[str]:
+    """Return what the terminal shows of a claim between its verdict and its evidence."""
+    c = j.claim
+    said = [f"“{plain(c.quote)}”", f"reading: {c.says}"] if c.quote else [c.says]
+    if j.why:
+        # of a red one it is the reason, of the others the condition
+        said.append(f"if: {j.why}" if j else f"because: {j.why}")
+    if c.note:
+        said.append(f"note: {c.note}")
+    said += [f"elsewhere: {words}" for words in c.elsewhere]
+    if c.second:
+        said.append(f"second reader: {c.second}")
+    return said
+
+
+def _all_evidence(j: Judged) -> list[str]:
+    """Return a sentence on each piece of evidence: what it is, and what it found."""
+    return [
+        f"{o.kind} {o.pointer}: {' and '.join(o.finds)}  {o.text}" for o in j.outcomes
+    ]
+
+
 def _where(o: Outcome) -> str:
     """Return the experiment's name as a prefix if the outcome is of an experiment, else
     "".
     """
-    return f"{o.pointer.partition('/')[0]}: " if o.kind in ("mini", "exact") else ""
+    if o.kind not in ("mini", "exact"):
+        return ""
+    return f"{o.pointer.partition('/')[0]}: "
 
 
 def shown(j: Judged) -> list[str]:
     """Return the texts of the evidence, each once, without those of derivations and
     without the condition that is shown already.
     """
-    said = [
-        o for o in j.outcomes if o.text and o.kind != "derivations" and o.text != j.why
-    ]
-    return list(dict.fromkeys(_where(o) + o.text for o in said))
+    said: dict[str, None] = {}
+    for o in j.outcomes:
+        if o.text and o.kind != "derivations" and o.text != j.why:
+            said[_where(o) + o.text] = None
+    return list(said)
 
 
 def as_json(judged: Sequence[Judged], computed: dict) -> str:
     """Return the claims as JSON, with the date and commit at which each was judged."""
 
     def when(j: Judged) -> dict[str, Any]:
-        """Return the date and the commit at which the claim was judged."""
-        return {k: computed.get(j.claim.id, {}).get(k) for k in ("date", "commit")}
+        """Return the date and the commit at which the claim was judged, else None."""
+        entry = computed.get(j.claim.id, {})
+        return {"date": entry.get("date"), "commit": entry.get("commit")}
 
     facts = {
         "count": Counter(j.verdict for j in judged),
@@ -232,13 +241,12 @@ def markdown() -> str:
     """Return the tables of docs/claims.md: the paper's statements, one table a section;
     our questions; sources; exceptions.
     """
-    judged = as_computed()
+    judged = right_first(as_computed())
+    ours = [j for j in judged if j.claim.ours]
     out = []
     for letter, heading in HEADINGS.items():
         mine = [
-            j
-            for j in right_first(judged)
-            if j.claim.section.startswith(letter) and not j.claim.ours
+            j for j in judged if j.claim.section.startswith(letter) and not j.claim.ours
         ]
         if mine:
             reading = "the paper, and the reading tested"
@@ -248,18 +256,18 @@ def markdown() -> str:
         "",
         "The paper states none of these. *Where* names the section that they bear on.",
         "",
+        _table("question", ours),
+        "",
+        "## What others wrote and measured",
+        "",
     ]
-    ours = [j for j in right_first(judged) if j.claim.ours]
-    out += [_table("question", ours), ""]
-    out += ["## What others wrote and measured", ""]
-    out += [
-        f'* **{key}**: [{s["name"]}]({s["url"]}). "{s["quote"]}"'
-        for key, s in sources().items()
-    ] + [""]
-    out += ["## Registered claims that are evidence for no statement", ""]
-    return "\n".join(
-        [*out, *(f"* `{key}`: {why}." for key, why in raw()["exceptions"].items()), ""]
-    )
+    for key, source in sources().items():
+        name = f"[{source['name']}]({source['url']})"
+        out.append(f'* **{key}**: {name}. "{source["quote"]}"')
+    out += ["", "## Registered claims that are evidence for no statement", ""]
+    for key, why in raw()["exceptions"].items():
+        out.append(f"* `{key}`: {why}.")
+    return "\n".join([*out, ""])
 
 
 def _table(what: str, judged: Sequence[Judged]) -> str:
@@ -283,33 +291,26 @@ def row(j: Judged) -> list[str]:
         says.append(f"*Note:* {c.note}")
     if c.second:
         says.append(f"*Second reader:* {c.second}.")
-    for key, _, words in (e.partition(": ") for e in c.elsewhere):
-        # this source is code of the paper's first author
-        code = (
-            "not in the paper; in the first author's code: "
-            if key == "verl-7022"
-            else ""
-        )
-        says.append(
-            f"*Elsewhere:* {code}{words} ([{key}](#what-others-wrote-and-measured))"
-        )
+    for elsewhere in c.elsewhere:
+        source, _, words = elsewhere.partition(": ")
+        if source == FIRST_AUTHOR:
+            words = f"not in the paper; in the first author's code: {words}"
+        link_to_source = f"[{source}](#what-others-wrote-and-measured)"
+        says.append(f"*Elsewhere:* {words} ({link_to_source})")
     verdict = f"**{j.verdict}**"
     if j.why:
         # of a red one it is the reason, of the others the condition
         verdict += f"<br>if: {j.why}" if j else f"<br>{j.why}"
-    evidence = dict.fromkeys(
-        [*shown(j), " · ".join(dict.fromkeys(map(link, j.outcomes)))]
-    )
+    links = " · ".join(dict.fromkeys(map(link, j.outcomes)))
+    evidence = dict.fromkeys([*shown(j), links])
     return [c.place, "<br>".join(says), verdict, "<br>".join(evidence)]
 
 
 def plain(quote: str) -> str:
     """Return a quote of the LaTeX without its commands, with the Greek letters."""
-    quote = re.sub(
-        r"\\(?:text|mathcal|textbf)\{([^{}]*)\}",
-        r"\1",
-        re.sub(r"\\text\{([^{}]*)\}", r"\1", quote),
-    )
+    quote = re.sub(r"\\text\{([^{}]*)\}", r"\1", quote)
+    # these may have had a \text inside
+    quote = re.sub(r"\\(?:text|mathcal|textbf)\{([^{}]*)\}", r"\1", quote)
     letters = {
         r"\epsilon": "ε",
         r"\pi": "π",
@@ -341,10 +342,12 @@ def link(o: Outcome) -> str:
     if o.kind == "tests":
         file, _, test = o.pointer.partition("::")
         return f"[{test.removeprefix('test_')}](../{file})"
-    key: str | int = o.kind
-    if o.kind == "mini" and name in FILES:
+    key: str | int
+    if o.kind != "mini":
+        key = o.kind
+    elif name in FILES:
         key = name
-    elif o.kind == "mini":
+    else:
         key = 2 if name in ROUND_2 else 1
     return f"[{name}](../{FILES[key].format(name)})"
 
