@@ -30,10 +30,14 @@ def pairs() -> str:
     """
     rows = []
     for pair in record.rows(FILE)["pairs"]:
-        differing = [f"`{one['case']}`" for one in _differing(pair)]
-        names = f"{pair['a']} and {pair['b']}"
-        cells = (len(pair["compared"]), len(differing), ", ".join(differing))
-        rows.append([names, *cells])
+        differing = [one["case"] for one in _differing(pair)]
+        cells = [
+            f"{pair['a']} and {pair['b']}",
+            len(pair["compared"]),
+            len(differing),
+            markdown.codes(differing),
+        ]
+        rows.append(cells)
     return markdown.table(["trainers", "cases that both have", "differ", "which"], rows)
 
 
@@ -42,26 +46,41 @@ def differences() -> str:
     trainer does, and the first quantity in which each pair differs.
     """
     found = record.rows(FILE)
-    names = found["trainers"]
-    said: dict[str, dict[str, str]] = {}  # case -> trainer -> what it does
-    quantities: dict[str, dict[str, str]] = {}  # case -> quantity -> pairs
-    for pair in found["pairs"]:
-        for one in pair["compared"]:
-            causes = dict(zip((pair["a"], pair["b"]), one["causes"], strict=True))
-            said.setdefault(one["case"], {}).update(causes)
-        for one in _differing(pair):
-            words = one["quantity"].partition(":")[0]
-            between = f"{_short(pair['a'])} and {_short(pair['b'])}"
-            of_case = quantities.setdefault(one["case"], {})
-            of_case[words] = "; ".join(filter(None, [of_case.get(words), between]))
+    does = _what_each_does(found["pairs"])
     lines = []
-    for case, words_of in quantities.items():
-        first = [f"{who} differ first in *{words}*." for words, who in words_of.items()]
-        lines.append(f"* `{case}`: {' '.join(first)}")
-        for name in names:
-            cause = said[case].get(name, "left out")
-            lines.append(f"  * {name}: {cause}")
+    for case, pairs_of in _first_quantities(found["pairs"]).items():
+        sentences = [
+            f"{'; '.join(pairs)} differ first in *{quantity}*."
+            for quantity, pairs in pairs_of.items()
+        ]
+        lines.append(f"* `{case}`: {' '.join(sentences)}")
+        for trainer in found["trainers"]:
+            lines.append(f"  * {trainer}: {does[case].get(trainer, 'left out')}")
     return "\n".join(lines)
+
+
+def _what_each_does(pairs: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return case -> trainer -> what it does, of recorded comparisons."""
+    does: dict[str, dict[str, str]] = {}
+    for pair in pairs:
+        for one in pair["compared"]:
+            causes = zip((pair["a"], pair["b"]), one["causes"], strict=True)
+            does.setdefault(one["case"], {}).update(causes)
+    return does
+
+
+def _first_quantities(pairs: list[dict[str, Any]]) -> dict[str, dict[str, list[str]]]:
+    """Return case -> first quantity that differs -> the pairs of trainers that differ
+    first in it, in words; a case in which no pair differs is not there.
+    """
+    quantities: dict[str, dict[str, list[str]]] = {}
+    for pair in pairs:
+        between = f"{_short(pair['a'])} and {_short(pair['b'])}"
+        for one in _differing(pair):
+            quantity = one["quantity"].partition(":")[0]
+            of_case = quantities.setdefault(one["case"], {})
+            of_case.setdefault(quantity, []).append(between)
+    return quantities
 
 
 def left_out() -> str:
@@ -73,7 +92,7 @@ def left_out() -> str:
     lines = []
     for why, cases in reasons.items():
         shown = ["prepare/*"] if cases == prepared else cases
-        lines.append(f"* {', '.join(f'`{case}`' for case in shown)}: {why}")
+        lines.append(f"* {markdown.codes(shown)}: {why}")
     return "\n".join(lines)
 
 
@@ -105,10 +124,13 @@ def main(names: list[str]) -> None:
         del data["left_out"]
         found.append(data)
     # cases that no comparison has, then those that one trainer lacks
-    of_all = {case.id: why for case in chosen if (why := why_left_out(case))}
-    lacking = [*of_all.items()]
+    lacking = []
+    for case in chosen:
+        if why := why_left_out(case):
+            lacking.append((case.id, why))
     for run in runs:
-        lacking += [(c, f"{run.name}: {why}") for c, why in run.left_out.items()]
+        for case_id, why in run.left_out.items():
+            lacking.append((case_id, f"{run.name}: {why}"))
     rows = {
         "trainers": [run.name for run in runs],
         "pairs": found,

@@ -8,7 +8,6 @@ Its rows, made by benchmarks/gpu, have a `kind` ("steps", "suite", "sizes", ...)
 import heapq
 import re
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,12 @@ Rows = list[dict[str, Any]]
 
 def rows(kind: str, **fields: Any) -> Rows:
     """Return the rows of a kind with these fields."""
-    return [
-        row
-        for row in record.rows(RESULTS).values()
-        if row["kind"] == kind and all(row.get(k) == v for k, v in fields.items())
-    ]
+    wanted = {"kind": kind} | fields
+    found = []
+    for row in record.rows(RESULTS).values():
+        if all(row.get(name) == value for name, value in wanted.items()):
+            found.append(row)
+    return found
 
 
 def table(head: list[str], body: list[list[Any]]) -> str:
@@ -48,19 +48,24 @@ def size(x: float) -> str:
 def machine() -> str:
     """Return sentences on the machine, the days, and the versions of the runs."""
     facts = rows("facts", fact="machine")[0]
-    versions = ", ".join(f"{k} {v}" for k, v in facts["versions"].items() if v)
     # these say themselves on which GPU they ran
-    apart = {row["of"] + 1 for row in rows("run") if "gpu" in row}
-    runs = "; ".join(
-        f"run {n}, {run.date}, commit {run.commit}"
-        for n, run in enumerate(record.read(RESULTS), 1)
-        if n not in apart
-    )
+    apart = {row["of"] for row in rows("run") if "gpu" in row}
+    runs = []
+    for number, run in enumerate(record.read(RESULTS)):
+        if number not in apart:
+            runs.append(f"run {number + 1}, {run.date}, commit {run.commit}")
+    # name, memory, driver, ...: the QUERY of benchmarks/gpu/facts.py
     driver = rows("facts", fact="nvidia-smi")[0]["out"].split(", ")[2]
     return (
         f"One {facts['gpu']} ({facts['bytes'] / 2**30:.1f} GiB), driver {driver}, CUDA {facts['cuda']}, "
-        f"{facts['cores']} cores, Python {facts['python']}, {versions}, seed {facts['seed']}. {runs.capitalize()}."
+        f"{facts['cores']} cores, Python {facts['python']}, {in_words(facts['versions'])}, "
+        f"seed {facts['seed']}. {'; '.join(runs).capitalize()}."
     )
+
+
+def in_words(versions: dict[str, str]) -> str:
+    """Return the versions of packages as text, without those that were not installed."""
+    return ", ".join(f"{name} {v}" for name, v in versions.items() if v)
 
 
 def tests() -> str:
@@ -104,25 +109,28 @@ def suite() -> str:
     """
     every = rows("suite")
     counts = Counter(row["status"] for row in every)
+    ends = ", ".join(f"{count} {status}" for status, count in counts.items())
     passed = [row for row in every if row["status"] == "passed"]
     failed = [row for row in every if row["status"] in ("failed", "could not run")]
     largest = max(passed, key=lambda row: row["error"])
-    ends = ", ".join(f"{count} {status}" for status, count in counts.items())
     return "\n".join(
         [
             f"* Of {len(every)} cases: {ends}.",
-            f"* Failed here and on a CPU: {case_ids(r for r in failed if r['fails_on_cpu'])}.",
-            f"* Failed here alone: {case_ids(r for r in failed if not r['fails_on_cpu'])}.",
-            f"* Passed here alone: {case_ids(r for r in passed if r['fails_on_cpu'])}.",
+            f"* Failed here and on a CPU: {case_ids(failed, fails_on_cpu=True)}.",
+            f"* Failed here alone: {case_ids(failed, fails_on_cpu=False)}.",
+            f"* Passed here alone: {case_ids(passed, fails_on_cpu=True)}.",
             f"* The largest error of a case that passed is {size(largest['error'])}, of "
             f"`{largest['case']}`.",
         ]
     )
 
 
-def case_ids(cases: Iterable[dict[str, Any]]) -> str:
-    """Return the ids of cases as code, or "none"."""
-    return ", ".join(f"`{row['case']}`" for row in cases) or "none"
+def case_ids(cases: Rows, *, fails_on_cpu: bool) -> str:
+    """Return the ids, as code, of the cases that fail on a CPU or of those that do not;
+    "none" without one.
+    """
+    ids = [f"`{row['case']}`" for row in cases if row["fails_on_cpu"] == fails_on_cpu]
+    return ", ".join(ids) or "none"
 
 
 def samplers() -> str:
@@ -180,17 +188,16 @@ def judged(row: dict[str, Any]) -> str:
 
 def losses() -> str:
     """Return the table of the largest errors of all objectives, eager and compiled."""
-    every = [
-        row for row in rows("losses") if "liger" not in row and "failed" not in row
-    ]
+    every = [row for row in rows("losses") if not {"liger", "failed"} & row.keys()]
+    ways = {
+        "float64": "float64, eager",
+        "traced": "float64, compiled without a code generator",
+        "float32": "float32, eager",
+        "compiled": "float32, compiled",
+    }
     body = []
-    for key, words in (
-        ("float64", "float64, eager"),
-        ("traced", "float64, compiled without a code generator"),
-        ("float32", "float32, eager"),
-        ("compiled", "float32, compiled"),
-    ):
-        errors = {row["objective"]: max(row[key]) for row in every if key in row}
+    for way, words in ways.items():
+        errors = {row["objective"]: max(row[way]) for row in every if way in row}
         if errors:
             worst = max(errors, key=errors.__getitem__)
             body.append([words, len(errors), size(errors[worst]), worst])
@@ -204,7 +211,7 @@ def liger() -> str:
     for row in rows("losses"):
         if "liger" not in row or row["objective"] == "identify":
             continue
-        settings = [f"{k}={v}" for k, v in row["settings"].items()]
+        settings = [f"{name}={value}" for name, value in row["settings"].items()]
         loss_type = ", ".join([row["liger"], *settings])
         body.append([loss_type, row["objective"], verdict_on_liger(row)])
     return table(["loss_type", "compared with", "verdict"], body)
@@ -224,44 +231,52 @@ def verdict_on_liger(row: dict[str, Any]) -> str:
     return f"differs: {'; '.join(known)}"
 
 
+def measured_sizes(**fields: Any) -> Rows:
+    """Return the rows of log-probability heads that have a time."""
+    return [row for row in rows("sizes", **fields) if "milliseconds" in row]
+
+
 def sizes() -> str:
     """Return tables of time, memory and error of log-probability heads at real sizes,
     and the time that the card leaves to all of them: one for each dtype, hidden size H
     and number N of tokens.
     """
+    cases: dict[tuple[str, int, int], Rows] = {}
+    for row in measured_sizes():
+        cases.setdefault((row["dtype"], row["H"], row["N"]), []).append(row)
+    tables = [heads_at(*case, measured) for case, measured in sorted(cases.items())]
+    return "\n\n".join(tables)
+
+
+def heads_at(dtype: str, hidden_size: int, tokens: int, measured: Rows) -> str:
+    """Return the table of the heads that were measured at one size."""
     from benchmarks.gpu.limits import least_milliseconds
 
-    parts = []
-    cases: dict[tuple[str, int, int], Rows] = {}
-    for row in rows("sizes"):
-        if "failed" not in row and "milliseconds" in row:
-            cases.setdefault((row["dtype"], row["H"], row["N"]), []).append(row)
-    for (dtype, H, N), measured in sorted(cases.items()):
-        body = []
-        limit = least_milliseconds(dtype, H, N)
-        for row in measured:
-            errors = [row.get(f"error of {k}") for k in ("log-prob", "entropy", "dW")]
-            cells = [
-                row["who"],
-                row["of"] + 1,
-                f"{row['milliseconds']:.1f}",
-                f"{row['milliseconds'] / limit:.1f}",
-                f"{row['peak_bytes'] / 1e9:.2f}",
-                *("" if error is None else size(error) for error in errors),
-            ]
-            body.append(cells)
-        head = [
-            f"{dtype}, H = {H:,}, {N:,} tokens",
-            "run",
-            "ms",
-            f"times the limit of {limit:.2g} ms",
-            "GB",
-            "log-prob off by",
-            "entropy off by",
-            "dW off by",
+    limit = least_milliseconds(dtype, hidden_size, tokens)
+    body = []
+    for row in measured:
+        cells = [
+            row["who"],
+            row["of"] + 1,
+            f"{row['milliseconds']:.1f}",
+            f"{row['milliseconds'] / limit:.1f}",
+            f"{row['peak_bytes'] / 1e9:.2f}",
         ]
-        parts.append(table(head, body))
-    return "\n\n".join(parts)
+        for what in ("log-prob", "entropy", "dW"):
+            error = row.get(f"error of {what}")
+            cells.append("" if error is None else size(error))
+        body.append(cells)
+    head = [
+        f"{dtype}, H = {hidden_size:,}, {tokens:,} tokens",
+        "run",
+        "ms",
+        f"times the limit of {limit:.2g} ms",
+        "GB",
+        "log-prob off by",
+        "entropy off by",
+        "dW off by",
+    ]
+    return table(head, body)
 
 
 def launchers() -> str:
@@ -289,9 +304,9 @@ def training() -> str:
     again = runs["up_dapo, the same command again"]
     phases = [*killed["phases"], *again["phases"]]
 
-    def most(phase: str, what: str = "allocated") -> float:
-        """Return the most GB in a phase of any process."""
-        return max(p[what] for p in phases if p["phase"] == phase) / 1e9
+    def most(what: str, phase: str) -> float:
+        """Return the most bytes "allocated" or "reserved" in a phase of any process."""
+        return max(row[what] for row in phases if row["phase"] == phase)
 
     steps = {step["step"]: step["data"] for step in again["steps"]}
     # the first step after a generation contains it
@@ -300,63 +315,80 @@ def training() -> str:
         for number, data in steps.items()
         if number % train_every() != 1
     ]
-    generation_seconds = [p["seconds"] for p in phases if p["phase"] == "generation"]
+    generation_seconds = [
+        f"{row['seconds']:.0f}" for row in phases if row["phase"] == "generation"
+    ]
     parity = max(data["actor/upref/parity_of_bound"] for data in steps.values())
-    reserved = max(most(phase, "reserved") for phase in ("training", "generation"))
-    # what -> (measured, estimate)
-    numbers = {
-        "GB to train, at most": (
-            f"{most('training'):.1f}",
-            f"{estimate['training'] / 1e9:.1f}",
-        ),
-        "GB to generate 256 responses together, at most": (
-            f"{most('generation'):.1f}",
-            f"{estimate['generating'] / 1e9:.1f}",
-        ),
-        "GB that the allocator reserved, at most": (f"{reserved:.1f}", ""),
-        "seconds to generate 256 responses of up to 512 tokens": (
-            ", ".join(f"{seconds:.0f}" for seconds in generation_seconds),
+    reserved = max(most("reserved", "training"), most("reserved", "generation"))
+    body = [  # what, measured, estimate
+        [
+            "GB to train, at most",
+            gigabytes(most("allocated", "training")),
+            gigabytes(estimate["training"]),
+        ],
+        [
+            "GB to generate 256 responses together, at most",
+            gigabytes(most("allocated", "generation")),
+            gigabytes(estimate["generating"]),
+        ],
+        ["GB that the allocator reserved, at most", gigabytes(reserved), ""],
+        [
+            "seconds to generate 256 responses of up to 512 tokens",
+            ", ".join(generation_seconds),
             "",
-        ),
-        "seconds of an optimizer step without generation": (
+        ],
+        [
+            "seconds of an optimizer step without generation",
             f"{min(step_seconds):.1f} to {max(step_seconds):.1f}",
             "",
-        ),
-        "parity, of what rounding allows": (f"{parity:.3f}", "below 1"),
-        "steps of the killed process": (len(killed["steps"]), ""),
-        "steps of the same command, started again": (
+        ],
+        ["parity, of what rounding allows", f"{parity:.3f}", "below 1"],
+        ["steps of the killed process", len(killed["steps"]), ""],
+        [
+            "steps of the same command, started again",
             len(steps) - len(killed["steps"]),
             "",
-        ),
-    }
+        ],
+    ]
     head = ["Qwen2.5-0.5B's architecture, random weights", "measured", "estimate"]
-    body = [[what, *cells] for what, cells in numbers.items()]
     return f"{table(head, body)}\n\n{training_ratios()}"
+
+
+def gigabytes(size: float) -> str:
+    """Return a number of bytes in GB as text."""
+    return f"{size / 1e9:.1f}"
 
 
 def training_ratios() -> str:
     """Return a paragraph on the range of the ratios of the recorded steps, and on where
     parity was compared.
+
+    Raises:
+        AssertionError: no token is clipped, and parity was compared where a ratio is
+            not 1.
     """
-    logged = [
-        (step["step"], step["data"])
-        for row in rows("training")
-        for step in row.get("steps", [])
+    steps = [step for row in rows("training") for step in row.get("steps", [])]
+    logged = [step["data"] for step in steps]
+    least = min(data["actor/upref/ratio/min"] for data in logged)
+    most = max(data["actor/upref/ratio/max"] for data in logged)
+    clips = [
+        f"actor/upref/clip/{side}"
+        for side in ("pos_high", "pos_low", "neg_high", "neg_low")
     ]
-    least = min(data["actor/upref/ratio/min"] for _, data in logged)
-    most = max(data["actor/upref/ratio/max"] for _, data in logged)
-    clips = ("pos_high", "pos_low", "neg_high", "neg_low")
-    outside = sum(any(d[f"actor/upref/clip/{c}"] for c in clips) for _, d in logged)
-    if outside:
+    clipped = sum(any(data[clip] for clip in clips) for data in logged)
+    if clipped:
         return (
-            f"Tokens are clipped in {outside} of {len(logged)} recorded steps, whose ratios lie in "
+            f"Tokens are clipped in {clipped} of {len(logged)} recorded steps, whose ratios lie in "
             f"[{least:.3f}, {most:.3f}]; parity was compared on each micro-batch."
         )
-    parity = {number: data["actor/upref/parity_of_bound"] for number, data in logged}
+    parity = {
+        step["step"]: step["data"]["actor/upref/parity_of_bound"] for step in steps
+    }
     # a step without a comparison repeats the last one
     compared = [n for n in sorted(parity) if parity[n] != parity.get(n - 1)]
-    for number, data in logged:
-        if number in compared:
+    for step in steps:
+        if step["step"] in compared:
+            data = step["data"]
             assert data["actor/upref/ratio/min"] == data["actor/upref/ratio/max"] == 1
     listed = " and ".join(map(str, compared))
     return (
@@ -370,30 +402,22 @@ def training_ratios() -> str:
 def verl() -> str:
     """Return how far the trials of verl's trainer came, and what replay found in them:
     a table of those that trained, a table of those that did not.
+
+    Raises:
+        ValueError: they ran on several GPUs.
     """
     every = rows("verl")
-    parts = [
-        f"On {of_one(every, 'gpu')}, with "
-        + ", ".join(f"{k} {v}" for k, v in every[0]["versions"].items() if v)
-        + "."
-    ]
+    [card] = {row["gpu"] for row in every}
+    parts = [f"On {card}, with {in_words(every[0]['versions'])}."]
     trained = [row for row in every if row["steps"]]
+    ended = [row for row in every if not row["steps"]]
     if trained:
-        head = ["trial", "steps", "what it reports", "wrong"]
-        body = [
-            [r["run"], len(r["steps"]), "; ".join(r["report"]), "; ".join(r["wrong"])]
-            for r in trained
-        ]
-        parts.append(table(head, body))
-    if ended := [row for row in every if not row["steps"]]:
-        names = list(dict.fromkeys(name for row in ended for name in row["start"]))
-        body = [
-            [name, *(row["start"].get(name, "") for row in ended)] for name in names
-        ]
-        body.append(["it was ended", *(row["seconds"] for row in ended)])
-        head = ["seconds after the start of verl", *(row["run"] for row in ended)]
-        parts.append(table(head, body))
-    errors = {k: v for row in every for k, v in row.get("kernels", {}).items()}
+        parts.append(trials_that_trained(trained))
+    if ended:
+        parts.append(trials_that_ended(ended))
+    errors: dict[str, float] = {}
+    for row in every:
+        errors |= row.get("kernels", {})
     if errors:
         said = ", ".join(f"{name} by {size(error)}" for name, error in errors.items())
         parts.append(
@@ -402,14 +426,26 @@ def verl() -> str:
     return "\n\n".join(parts)
 
 
-def of_one(every: Rows, field: str) -> Any:
-    """Return the value that all these rows have in a field.
+def trials_that_trained(trained: Rows) -> str:
+    """Return the table of the trials that logged a step, with what replay found."""
+    body = []
+    for row in trained:
+        reports, wrong = "; ".join(row["report"]), "; ".join(row["wrong"])
+        body.append([row["run"], len(row["steps"]), reports, wrong])
+    return table(["trial", "steps", "what it reports", "wrong"], body)
 
-    Raises:
-        ValueError: they have several.
+
+def trials_that_ended(ended: Rows) -> str:
+    """Return the table of the trials that logged no step: a row for each stage of the
+    start, with its seconds in each trial.
     """
-    [value] = {row[field] for row in every}
-    return value
+    stages = dict.fromkeys(stage for row in ended for stage in row["start"])
+    body = []
+    for stage in stages:
+        body.append([stage, *(row["start"].get(stage, "") for row in ended)])
+    body.append(["it was ended", *(row["seconds"] for row in ended)])
+    head = ["seconds after the start of verl", *(row["run"] for row in ended)]
+    return table(head, body)
 
 
 def asks() -> str:
@@ -422,30 +458,39 @@ def asks() -> str:
     took: dict[str, float] = {}
     for run in rows("run"):
         took |= {name: part["seconds"] for name, part in run["parts"].items()}
-    cores = rows("facts", fact="machine")[0]["cores"]
-    every = gpu.parts()
     body = []
     for minutes, asked in gpu.ASKS.items():
-        names = [n for n in every if not asked or n.startswith(asked)]
-        free = [0.0] * cores  # when each core is free; the next part goes to the first
-        for name in names:
-            if name not in gpu.ALONE and name in took:
-                heapq.heappush(free, heapq.heappop(free) + took[name])
-        # one that was ended at its limit may take its new one
-        alone = [max(took[n], every[n].limit) for n in gpu.ALONE if n in names]
-        seconds = max(free) + sum(alone)
+        seconds = seconds_of(asked, took)
         assert seconds < 60 * minutes, (minutes, seconds)
         command = " ".join(["python -m benchmarks.gpu --out FOLDER", *asked])
         body.append([minutes, f"`{command}`", f"{seconds:.0f}"])
     return table(["minutes", "command", "seconds"], body)
 
 
+def seconds_of(asked: tuple[str, ...], took: dict[str, float]) -> float:
+    """Return how long a run of some parts takes on the machine of the records.
+
+    Args:
+        asked: the beginnings of the names of the parts; () for all.
+        took: name of a part -> its seconds in a recorded run.
+    """
+    parts = gpu.parts()
+    names = [name for name in parts if not asked or name.startswith(asked)]
+    cores = rows("facts", fact="machine")[0]["cores"]
+    free = [0.0] * cores  # when each core is free; the next part goes to the first
+    for name in names:
+        if name not in gpu.ALONE and name in took:
+            heapq.heappush(free, heapq.heappop(free) + took[name])
+    # one that was ended at its limit may take its new one
+    alone = [max(took[n], parts[n].limit) for n in gpu.ALONE if n in names]
+    return max(free) + sum(alone)
+
+
 def in_bfloat16() -> dict[tuple[str, int, int], float]:
     """Return (head, hidden size, tokens) -> milliseconds, in bfloat16."""
     return {
         (row["who"], row["H"], row["N"]): row["milliseconds"]
-        for row in rows("sizes", dtype="bfloat16")
-        if "failed" not in row and "milliseconds" in row
+        for row in measured_sizes(dtype="bfloat16")
     }
 
 
@@ -458,19 +503,23 @@ def limits() -> str:
     return counted(in_bfloat16())
 
 
+def times_of_verl(head: str) -> list[float]:
+    """Return the time of a head beside that of verl's fused one, in bfloat16, at each
+    size that both have.
+    """
+    milliseconds = in_bfloat16()
+    ratios = []
+    for (name, hidden_size, tokens), own in milliseconds.items():
+        of_verl = milliseconds.get(("verl FusedLinearForPPO", hidden_size, tokens))
+        if name == head and of_verl is not None:
+            ratios.append(own / of_verl)
+    return ratios
+
+
 def hidden_in_bfloat16() -> str:
     """Return the sentence of docs/verl.md on the time of upref.hidden in bfloat16."""
-    milliseconds = in_bfloat16()
-
-    def times(who: str) -> list[float]:
-        """Return the time of this head beside verl's, at each size that both have."""
-        return [
-            ms / milliseconds["verl FusedLinearForPPO", H, N]
-            for (name, H, N), ms in milliseconds.items()
-            if name == who and ("verl FusedLinearForPPO", H, N) in milliseconds
-        ]
-
-    plain, chunked = times("upref.hidden"), times("upref.hidden, chunk 2^26")
+    plain = times_of_verl("upref.hidden")
+    chunked = times_of_verl("upref.hidden, chunk 2^26")
     return (
         f"In bfloat16, in which verl trains, it takes {min(plain):.1f} to {max(plain):.1f} times "
         "the time of verl's fused head by default, and "

@@ -57,8 +57,8 @@ def operators() -> str:
     """Return a row for each kind of operators of torch: what a proof knows of them."""
     rows = []
     for kind, words in WORDS.items():
-        named = [f"`{name}`" for name in operators_of(kind) if not name.startswith("_")]
-        rows.append([words, ", ".join(named)])
+        public = [name for name in operators_of(kind) if not name.startswith("_")]
+        rows.append([words, markdown.codes(public)])
     return markdown.table(["a proof knows", "operators"], rows)
 
 
@@ -82,31 +82,48 @@ def losses() -> str:
     where they are or why there is no proof.
     """
     rows = []
-    for name, of in recorded().items():
-        for row in of["rows"]:
+    for name, found in recorded().items():
+        for row in found["rows"]:
             said = status(row)
-            why_not = LINE.sub("it ", row["reason"])
-            more = row["at"] if said == WITH_FAULTS else why_not
-            if said == OPEN and not more:
-                more = NOT_ALL if row["faults"] else NOT_READ
-            known = "; ".join(row["faults"]) if said != PROVED else ""
-            words = f"`{name}:{row['label']}`", f"`{row['promise']}`"
-            rows.append([*words, said, known, more.replace("|", "\\|")])
+            faults = "" if said == PROVED else "; ".join(row["faults"])
+            cells = [
+                f"`{name}:{row['label']}`",
+                f"`{row['promise']}`",
+                said,
+                faults,
+                _where_or_why_not(row).replace("|", "\\|"),
+            ]
+            rows.append(cells)
     heads = ["loss", "promise", "proof", "recorded differences", "where, or why not"]
     return markdown.table(heads, rows)
+
+
+def _where_or_why_not(row: dict[str, Any]) -> str:
+    """Return where a loss that is proved with recorded differences has them; for another
+    one the recorded reason why there is no proof, "" where there is a proof.
+    """
+    said = status(row)
+    if said == WITH_FAULTS:
+        return str(row["at"])
+    reason = LINE.sub("it ", row["reason"])
+    if said == OPEN and not reason:
+        return NOT_ALL if row["faults"] else NOT_READ
+    return reason
 
 
 def objectives() -> str:
     """Return the table of the objectives that a loss was proved to be, with
     the losses.
     """
-    proved: dict[str, dict[str, None]] = {}
-    for name, of in recorded().items():
-        for row in of["rows"]:
+    losses_of: dict[str, list[str]] = {}  # objective -> losses, maybe several times
+    for name, found in recorded().items():
+        for row in found["rows"]:
             if row["status"] == PROVED:
                 objective = row["promise"].partition(",")[0]
-                proved.setdefault(objective, {})[f"`{name}:{row['label']}`"] = None
-    rows = [[f"`{o}`", ", ".join(found)] for o, found in sorted(proved.items())]
+                losses_of.setdefault(objective, []).append(f"{name}:{row['label']}")
+    rows = []
+    for objective, proved in sorted(losses_of.items()):
+        rows.append([f"`{objective}`", markdown.codes(dict.fromkeys(proved))])
     return markdown.table(["objective", "losses with a proof"], rows)
 
 

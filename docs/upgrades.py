@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from math import isclose
 from operator import itemgetter
@@ -47,17 +47,16 @@ def audit(name: str, version: str) -> dict[str, Any]:
     if committed["version"] == version:
         return committed
     command = [sys.executable, "-m", "upref", "audit", name, "--json"]
+    env = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="upref-") as folder:
-        env = dict(os.environ)
         if framework(name).pin:
             command += ["--version", version]
         else:
             pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
             where = ["--target", folder, f"{name}=={version}"]
             subprocess.run([*pip, *where], check=True)
-            env["PYTHONPATH"] = os.pathsep.join(
-                [folder, *env.get("PYTHONPATH", "").split(os.pathsep)]
-            )
+            others = env.get("PYTHONPATH", "").split(os.pathsep)
+            env["PYTHONPATH"] = os.pathsep.join([folder, *others])
         done = subprocess.run(
             command, capture_output=True, text=True, env=env, check=False
         )
@@ -94,7 +93,8 @@ def otherwise(then: dict[str, Any] | None, now: dict[str, Any] | None) -> str:
         then: a row of the audit before, or None where that has no such row.
         now: the row of the same comparison in the audit after.
     """
-    before, after = (says(row) if row else "not compared" for row in (then, now))
+    before = says(then) if then else "not compared"
+    after = says(now) if now else "not compared"
     if before != after:
         return f"{after}; was: {before}"
     if not then or not now or after == "agrees":
@@ -131,7 +131,12 @@ def row_of_each(
         keys: of the comparisons, by `nightly.key`.
     """
     rows = {key(row): row for row in audit["rows"]}
-    return {one: rows.get(one, rows.get((*one[:2], 1))) for one in keys}
+    found = {}
+    for comparison in keys:
+        loss, promise, _ = comparison
+        of_whole_batch = rows.get((loss, promise, 1))
+        found[comparison] = rows.get(comparison, of_whole_batch)
+    return found
 
 
 def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -140,42 +145,55 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
     One sentence names all losses of which it holds.
     """
-    # a mode is one of the framework's losses
-    old_modes, new_modes = then["defaults"].keys(), now["defaults"].keys()
-    lines = [f"the loss `{mode}` is gone" for mode in sorted(old_modes - new_modes)]
-    lines += [f"the loss `{mode}` is new" for mode in sorted(new_modes - old_modes)]
+    # loss -> setting -> its default
+    old, new = then["defaults"], now["defaults"]
+    lines = [f"the loss `{loss}` is gone" for loss in sorted(old.keys() - new.keys())]
+    lines += [f"the loss `{loss}` is new" for loss in sorted(new.keys() - old.keys())]
     defaults: dict[str, list[str]] = {}  # a sentence -> its losses
-    for mode in sorted(old_modes & new_modes):
-        fields = now["defaults"][mode]
-        for field, was in then["defaults"][mode].items():
-            if field not in fields:
-                said = f"the setting `{field}` is gone"
-            elif fields[field] != was:
-                said = f"the default of `{field}` is {fields[field]}, was {was}"
-            else:
-                continue
-            defaults.setdefault(said, []).append(mode)
-        for field in sorted(fields.keys() - then["defaults"][mode].keys()):
-            said = f"the setting `{field}` is new, its default is {fields[field]}"
-            defaults.setdefault(said, []).append(mode)
-    lines += [f"{said} ({_codes(which)})" for said, which in defaults.items()]
+    for loss in sorted(old.keys() & new.keys()):
+        for said in _changed_defaults(old[loss], new[loss]):
+            defaults.setdefault(said, []).append(loss)
+    lines += [f"{said} ({markdown.codes(losses)})" for said, losses in defaults.items()]
+    for said, losses in _changed_verdicts(then, now).items():
+        lines.append(f"{markdown.codes(dict.fromkeys(losses))} {said}")
+    return lines
+
+
+def _changed_defaults(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
+    """Yield a sentence on each setting of a loss that is gone, has another default or is
+    new.
+
+    Args:
+        old: setting -> its default, in the release before.
+        new: the same in the release after.
+    """
+    for setting, was in old.items():
+        if setting not in new:
+            yield f"the setting `{setting}` is gone"
+        elif new[setting] != was:
+            yield f"the default of `{setting}` is {new[setting]}, was {was}"
+    for setting in sorted(new.keys() - old.keys()):
+        yield f"the setting `{setting}` is new, its default is {new[setting]}"
+
+
+def _changed_verdicts(
+    then: dict[str, Any], now: dict[str, Any]
+) -> dict[str, list[str]]:
+    """Return what two audits say otherwise of their comparisons: the end of a sentence
+    -> the losses of which it holds, one of them several times where it has several
+    comparisons.
+    """
     every = dict.fromkeys(key(row) for row in then["rows"] + now["rows"])
     before, after = row_of_each(then, every), row_of_each(now, every)
-    compared: dict[str, list[str]] = {}  # a sentence -> its losses
-    for one in every:
-        label, promise, micro = one
-        said = otherwise(before[one], after[one])
+    losses_of: dict[str, list[str]] = {}
+    for comparison in every:
+        loss, promise, micro_batches = comparison
+        said = otherwise(before[comparison], after[comparison])
         if not said:
             continue
-        split = f"in {micro} micro-batches " if micro > 1 else ""
-        what = f"{split}against {promise}: {said}"
-        compared.setdefault(what, []).append(label)
-    return lines + [f"{_codes(which)} {what}" for what, which in compared.items()]
-
-
-def _codes(names: Iterable[str]) -> str:
-    """Return names as code, each once."""
-    return ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+        split = f"in {micro_batches} micro-batches " if micro_batches > 1 else ""
+        losses_of.setdefault(f"{split}against {promise}: {said}", []).append(loss)
+    return losses_of
 
 
 def table() -> str:
@@ -215,23 +233,23 @@ def main() -> None:
     name, versions = arguments.name, arguments.versions
     if len(versions) < 2:
         parser.error("name two releases or more")
-    found: dict[str, Any] = {}
-    refused = {}
+    audits: dict[str, Any] = {}
+    refused: dict[str, str] = {}  # version -> why it has no audit
     for version in versions:
         try:
-            found[version] = audit(name, version)
+            audits[version] = audit(name, version)
         except ValueError as error:
             refused[version] = str(error)
     rows = {}
     for before, version in pairwise(versions):
-        why = refused.get(before) or refused.get(version) or ""
-        rows[f"{name} {version}"] = {
-            "framework": name,
-            "before": before,
-            "version": version,
-            "refused": why,
-            "changes": [] if why else changes(found[before], found[version]),
-        }
+        row = {"framework": name, "before": before, "version": version}
+        why = refused.get(before) or refused.get(version)
+        if why:
+            row |= {"refused": why, "changes": []}
+        else:
+            said = changes(audits[before], audits[version])
+            row |= {"refused": "", "changes": said}
+        rows[f"{name} {version}"] = row
     record.add(FILE, f"python -m docs.upgrades {name} {' '.join(versions)}", rows)
     print(json.dumps(rows, indent=1, ensure_ascii=False))
 
