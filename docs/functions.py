@@ -41,12 +41,17 @@ def token_advantages() -> str:
     """
     rows = []
     for name, estimator in TOKEN_ADVANTAGES.items():
-        arguments = ", ".join(
-            f"`{role}`" + (" (optional)" if role in OPTIONAL else "")
-            for role in READS[name]
-        )
-        settings = ", ".join(f"`{key}`" for key in SETTINGS[name])
-        rows.append([f"`{name}`", _summary(estimator), arguments, settings])
+        arguments = []
+        for role in READS[name]:
+            is_optional = " (optional)" if role in OPTIONAL else ""
+            arguments.append(f"`{role}`{is_optional}")
+        cells = [
+            f"`{name}`",
+            _summary(estimator),
+            ", ".join(arguments),
+            markdown.codes(SETTINGS[name]),
+        ]
+        rows.append(cells)
     return markdown.table(["`--as-advantage`", "A", "arguments", "settings"], rows)
 
 
@@ -71,7 +76,7 @@ def value_losses() -> str:
 # ---- what each option takes ----------------------------------------------------------
 def _called(roles: Iterable[str]) -> str:
     """Return inputs by the names that they have in a signature, with commas between."""
-    return ", ".join(f"`{names.CALLED[role]}`" for role in roles)
+    return markdown.codes(names.CALLED[role] for role in roles)
 
 
 def _with_shapes(
@@ -92,26 +97,38 @@ def _with_shapes(
     return ", ".join(words)
 
 
+def _more_of_loss() -> list[str]:
+    """Return the inputs that a loss has by name alone, beside those of MAIN: those whose
+    name is read as theirs, and the sampler's log-probabilities, whose name is read as
+    the old policy's where that has none.
+    """
+    found = []
+    for role, name in names.CALLED.items():
+        if role not in MAIN and names.role(name) in (role, "logp_old"):
+            found.append(role)
+    return found
+
+
 def options_of_check() -> str:
     """Return the table of what `upref check` passes to a function, for each of its
     options.
     """
-    # beside an old policy, what rollout_log_probs are is the sampler's
-    more_of_loss = [
-        role
-        for role, called in names.CALLED.items()
-        if role not in MAIN and (names.role(called) or "") in (role, "logp_old")
+    of_rewards = [
+        role for role, name in names.CALLED.items() if names.reward_role(name) == role
     ]
-    of_rewards = [r for r in names.CALLED if names.reward_role(names.CALLED[r]) == r]
-    settings_of_tokens = dict.fromkeys(k for own in SETTINGS.values() for k in own)
+    settings_of_tokens: dict[str, None] = {}  # each once, in the order of estimators
+    for own in SETTINGS.values():
+        settings_of_tokens |= dict.fromkeys(own)
+    settings_of_logprobs = [*logprobs.SETTINGS, *dict.fromkeys(CUTS.values())]
     value_roles = value.vocabulary("math:sqrt").roles
-    ways = " or ".join(_called(roles) for roles in logprobs.MAIN.values())
+    hidden_or_logits = " or ".join(_called(roles) for roles in logprobs.MAIN.values())
+    # number of dimensions -> the shape in print
     slots = {1: "[N]", 2: "[N, K]"}
     vocabulary = {2: "[B, T]", 3: "[B, T, V]"}
     rows = [
         [
             "`--as`",
-            f"{_called(MAIN)} [B, T]; by name also {_called(more_of_loss)}",
+            f"{_called(MAIN)} [B, T]; by name also {_called(_more_of_loss())}",
             f"those of the objective, `{ENTROPY_COEF}`, and others by `--hp`",
             "names, or position",
         ],
@@ -124,7 +141,7 @@ def options_of_check() -> str:
         [
             "`--as-advantage`, of tokens and turns",
             _with_shapes(tokens.VOCABULARY.roles, tokens.FULL, slots),
-            ", ".join(f"`{key}`" for key in settings_of_tokens),
+            markdown.codes(settings_of_tokens),
             "names alone",
         ],
         [
@@ -134,13 +151,13 @@ def options_of_check() -> str:
                 distillation_check.PLAIN,
                 vocabulary,
             ),
-            ", ".join(f"`{key}`" for key in distillation_check.USUAL),
+            markdown.codes(distillation_check.USUAL),
             "names alone",
         ],
         [
             "`--as-value`",
             _with_shapes(value_roles, value.PLAIN, vocabulary),
-            ", ".join(f"`{key}`" for key in value.USUAL),
+            markdown.codes(value.USUAL),
             "names alone",
         ],
         [
@@ -151,11 +168,8 @@ def options_of_check() -> str:
         ],
         [
             "`--as-logprobs`",
-            ways,
-            ", ".join(
-                f"`{key}`"
-                for key in (*logprobs.SETTINGS, *dict.fromkeys(CUTS.values()))
-            ),
+            hidden_or_logits,
+            markdown.codes(settings_of_logprobs),
             "names, or position",
         ],
     ]

@@ -60,22 +60,36 @@ def keys_of(name: str) -> dict[str, dict[str, str]]:
         root = root.parents[pin.root.count("/")]
     schema = read_tables(name)["recipe"]["schema"]
     keys = {key for line in lines_of(name) for key, _ in typed_fields(line)}
-    declarations = {}
-    for key in sorted(keys):
-        # the longest beginning that the ledger has
-        begin = max((b for b in schema if key.startswith(b)), key=len, default=None)
-        if begin is None:
-            raise InputError(f"{name}: `schema` of [recipe] says nothing of {key!r}.")
-        owners = [schema[begin]] if isinstance(schema[begin], str) else schema[begin]
-        declared: list[dict[str, str]] = []
-        for owner in owners:
-            declared += _declared(root, owner, key.removeprefix(begin))
-        if not declared:
-            raise InputError(
-                f"{name}: {key!r} is declared in none of {', '.join(owners)}."
-            )
-        declarations[key] = declared[0] | {"type": _type_of_union(declared)}
-    return declarations
+    return {key: _declaration(name, root, schema, key) for key in sorted(keys)}
+
+
+def _declaration(
+    name: str, root: Path, schema: dict[str, str | list[str]], key: str
+) -> dict[str, str]:
+    """Return where a key is declared, its type and its default.
+
+    Args:
+        name: of the framework.
+        root: of its sources.
+        schema: the beginning of a key -> where keys with it are declared.
+        key: of a recipe.
+
+    Raises:
+        InputError: it is declared nowhere that the ledger names.
+    """
+    beginnings = [beginning for beginning in schema if key.startswith(beginning)]
+    if not beginnings:
+        raise InputError(f"{name}: `schema` of [recipe] says nothing of {key!r}.")
+    longest = max(beginnings, key=len)
+    owners = schema[longest]
+    if isinstance(owners, str):
+        owners = [owners]
+    declared: list[dict[str, str]] = []
+    for owner in owners:
+        declared += _declared(root, owner, key.removeprefix(longest))
+    if not declared:
+        raise InputError(f"{name}: {key!r} is declared in none of {', '.join(owners)}.")
+    return declared[0] | {"type": _type_of_union(declared)}
 
 
 def _type_of_union(declared: list[dict[str, str]]) -> str:
@@ -113,9 +127,10 @@ Declaration = tuple[int, str, str]  # line, type and default
 def _options(tree: ast.Module, key: str) -> Iterator[Declaration]:
     """Yield the calls that declare an option of a command line, `--KEY`."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and any(
-            isinstance(a, ast.Constant) and a.value == f"--{key}" for a in node.args
-        ):
+        if not isinstance(node, ast.Call):
+            continue
+        given = [a.value for a in node.args if isinstance(a, ast.Constant)]
+        if f"--{key}" in given:
             keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
             yield node.lineno, _type_of_option(keywords), keywords.get("default", "")
 
@@ -175,8 +190,8 @@ def _default(value: ast.expr | None) -> str:
     `default` or the first argument, as in field(default=...), or else the call.
     """
     if isinstance(value, ast.Call):
-        keyword = next((k.value for k in value.keywords if k.arg == "default"), None)
-        value = keyword or (value.args[0] if value.args else value)
+        by_name = [k.value for k in value.keywords if k.arg == "default"]
+        value = [*by_name, *value.args, value][0]
     return "" if value is None else ast.unparse(value)
 
 

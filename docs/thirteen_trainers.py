@@ -37,11 +37,13 @@ def verdict(case: dict[str, Any]) -> str:
     does on every draw, else the causes that were found.
     """
     each = case["verdicts"]
-    agreed = [x for x in each if x.get("agrees")]
-    if len(agreed) == len(each):
-        return f"agrees, {max(x['error'] for x in each):.1e} at most"
+    if all(draw.get("agrees") for draw in each):
+        return f"agrees, {max(draw['error'] for draw in each):.1e} at most"
+    causes: dict[str, str] = {}  # without its numbers -> the cause
     # on other rows a cause may have other numbers: those of the first draw are shown
-    causes = {NUMBER.sub("#", x["causes"][0]): x["causes"][0] for x in reversed(each)}
+    for draw in reversed(each):
+        cause = draw["causes"][0]
+        causes[NUMBER.sub("#", cause)] = cause
     return f"differs: {'; or: '.join(causes.values())}"
 
 
@@ -59,15 +61,15 @@ def thirteen_trainers() -> str:
             f"{loop['variant']}, as {loop['objective']}: **{verdict(loop)}**"
             for loop in loops
         ]
-        quotes = [
-            f"[{Path(file).name}:{line}]({home}/blob/{commit}/{file}#L{line}) `{text}`"
-            for file, line, text in reading["quotes"]
-        ]
+        differs = [reading["differs"]] if reading["differs"] else []
+        for file, line, text in reading["quotes"]:
+            link = f"{home}/blob/{commit}/{file}#L{line}"
+            differs.append(f"[{Path(file).name}:{line}]({link}) `{text}`")
         cells = (
             f"[{repository}]({home}/tree/{commit}) {commit[:7]}",
             f"{loops[0]['glue']} lines",
             "<br>".join(verdicts),
-            "<br>".join(filter(None, [reading["differs"], *quotes])) or "-",
+            "<br>".join(differs) or "-",
             reading["says"] or "-",
         )
         rows.append(cells)
@@ -77,10 +79,10 @@ def thirteen_trainers() -> str:
 
 def thirteen_counts() -> str:
     """Return in a sentence how many verdicts there are, and how many of which kind."""
-    each = [verdict for case in cases() for verdict in case["verdicts"]]
-    agree = sum(bool(x.get("agrees")) for x in each)
-    refused = sum("refused" in x for x in each)
-    first_causes = [x["causes"][0] for x in each if x.get("causes")]
+    each = [draw for case in cases() for draw in case["verdicts"]]
+    agree = sum(bool(draw.get("agrees")) for draw in each)
+    refused = sum("refused" in draw for draw in each)
+    first_causes = [draw["causes"][0] for draw in each if draw.get("causes")]
     named = sum(not cause.startswith("no known cause") for cause in first_causes)
     repositories = len({case["repository"] for case in cases()})
     return (

@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from html import escape
@@ -143,11 +144,12 @@ class Gathering:
             name: its docname.
         """
 
-        def turn(m: re.Match) -> str:
+        def turn(link: re.Match) -> str:
             """Return the link as it is in the site; one to the web or within the page stays."""
-            target, hash_sign, heading = m[2].partition("#")
-            if not target or re.match(r"[a-z]+:", m[2]):
-                return m[0]
+            before, goal, behind = link.groups()
+            target, _, heading = goal.partition("#")
+            if not target or re.match(r"[a-z]+:", goal):
+                return link[0]
             path = os.path.normpath(folder / target)
             if re.fullmatch(r"docs/frameworks/\w+\.json", path):
                 # the page that says in words what the audit has
@@ -156,10 +158,10 @@ class Gathering:
             elif (ROOT / path).exists():
                 place = self.put(path)
             else:
-                return m[0]  # a page that is generated, or Sphinx will complain
+                return link[0]  # a page that is generated, or Sphinx will complain
             relative = os.path.relpath(place, Path(name).parent)
-            anchor = hash_sign + heading if heading else ""
-            return m[1] + relative + anchor + m[3]
+            anchor = f"#{heading}" if heading else ""
+            return f"{before}{relative}{anchor}{behind}"
 
         return LINK.sub(turn, text)
 
@@ -223,11 +225,13 @@ def outside_code(text: str, change: Callable[[str], str]) -> str:
     """
     out, at = [], 0
     for fence in FENCED.finditer(text):
+        out.append(change(text[at : fence.start()]))
         of_colons = fence[0].startswith(":")
         of_directive = re.match(r"`+\{(?!code|literal|eval-rst)", fence[0])
-        out.append(change(text[at : fence.start()]))
-        has_text = of_colons or of_directive
-        out.append(change(fence[0]) if has_text else fence[0])
+        if of_colons or of_directive:
+            out.append(change(fence[0]))
+        else:
+            out.append(fence[0])
         at = fence.end()
     return "".join([*out, change(text[at:])])
 
@@ -245,30 +249,40 @@ def sections(texts: dict[str, str]) -> None:
         for name in texts
         if not name.startswith("files/") and name not in heads_of_sections
     ]
-    cards, heads = [], []
+    with_page = []
     for section in SECTIONS:
-        names = pages_of(section, left)  # below the section's first page
-        left = [name for name in left if name not in names]
-        if section.folded and (behind := pages_of(section.folded, left)):
-            left = [name for name in left if name not in behind]
-            names.append(section.folded.head)
-            texts[section.folded.head] = generated_page(section.folded)
-            texts[section.folded.head] += toctree(behind, section.folded.head, texts)
+        below = take_pages(section, left)
+        if section.folded:
+            behind = take_pages(section.folded, left)
+            if behind:
+                head = section.folded.head
+                below.append(head)
+                texts[head] = generated_page(section.folded)
+                texts[head] += toctree(behind, head, texts)
         generated = section.head not in texts
-        if generated and not names:
+        if generated and not below:
             continue
         if generated:
             texts[section.head] = generated_page(section)
-        if names:
-            texts[section.head] += toctree(names, section.head, texts, not generated)
-        heads.append(f"{section.title} <{section.head}>")
-        # "More" has no card: nine fill three rows, and its tab is on every page
-        if section.title != "More":
-            link = f":link: {section.head}\n:link-type: doc"
-            cards.append(
-                f"\n:::{{grid-item-card}} {section.title}\n{link}\n{section.text}\n:::\n"
-            )
-    texts["index"] = first_page(cards, heads, texts["start"])
+        if below:
+            texts[section.head] += toctree(below, section.head, texts, not generated)
+        with_page.append(section)
+    texts["index"] = first_page(with_page, texts["start"])
+
+
+def take_pages(section: Section, left: list[str]) -> list[str]:
+    """Return the pages of a section, and remove them from those that are left, in
+    place.
+    """
+    names = pages_of(section, left)
+    left[:] = [name for name in left if name not in names]
+    return names
+
+
+def card(section: Section) -> str:
+    """Return the card of a section on the first page of the site."""
+    link = f":link: {section.head}\n:link-type: doc"
+    return f"\n:::{{grid-item-card}} {section.title}\n{link}\n{section.text}\n:::\n"
 
 
 def generated_page(section: Section) -> str:
@@ -310,21 +324,23 @@ def pages_of(section: Section, left: list[str]) -> list[str]:
     return list(names)
 
 
-def first_page(cards: list[str], heads: list[str], start: str) -> str:
+def first_page(with_page: list[Section], start: str) -> str:
     """Return the first page of the site: index.md with a card for each section and an
     example, which is the first file of another page and what two commands print of it.
 
     Args:
-        cards: of the sections.
-        heads: a line for each section, for the tabs.
+        with_page: the sections that have a page, in the order of their tabs.
         start: the text of the page that has the example.
     """
+    # "More" has no card: nine fill three rows, and its tab is on every page
+    cards = [card(section) for section in with_page if section.title != "More"]
+    tabs = [f"{section.title} <{section.head}>" for section in with_page]
     text = (Path(__file__).parent / "index.md").read_text(encoding="utf-8")
     code = re.search(r"```python\n# my.py\n.*?```\n", start, re.S)
     proof, check = re.findall(r"```console\n.*?```\n", start, re.S)[:2]
     text = text.replace("CARDS\n", "".join(cards))
     text = text.replace("EXAMPLE\n", f"{code[0]}\n{proof}\n{check}")
-    return text + "\n```{toctree}\n:hidden:\n\n" + "\n".join(heads) + "\n```\n"
+    return text + "\n```{toctree}\n:hidden:\n\n" + "\n".join(tabs) + "\n```\n"
 
 
 def entries(names: list[str], head: str, texts: dict[str, str]) -> Iterator[str]:
@@ -337,15 +353,18 @@ def entries(names: list[str], head: str, texts: dict[str, str]) -> Iterator[str]
         texts: of all pages; each has a heading.
     """
     titles = {name: re.search(r"^# (.*)", texts[name], re.M)[1] for name in names}
+    pages_with = Counter(titles.values())
     for name, title in titles.items():
         page = os.path.relpath(name, Path(head).parent)
         path = Path(name)
         if path.parent.name == "frameworks":
             yield f"{path.name} <{page}>"
-        elif list(titles.values()).count(title) > 1:
-            yield f"{title}{': the results' if path.name == 'report' else ''} <{page}>"
-        else:
+        elif pages_with[title] == 1:
             yield page
+        elif path.name == "report":
+            yield f"{title}: the results <{page}>"
+        else:
+            yield f"{title} <{page}>"
 
 
 def settings(source: Path) -> None:
@@ -373,15 +392,16 @@ WITHOUT_HEADINGS = "---\nhtml_theme.sidebar_secondary.remove: true\n---\n\n"
 
 def gather(source: Path) -> None:
     """Write the sources of the whole site into a folder, which is made."""
-    g = Gathering(source)
-    g.page("README.md")
-    for page in sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")):
+    gathering = Gathering(source)
+    gathering.page("README.md")
+    pages = [str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.md")]
+    for page in sorted(pages):
         if not page.startswith("docs/site/"):
-            g.page(page)
+            gathering.page(page)
     for page in ("CHANGELOG.md", "CONTRIBUTING.md", "docs/site/explorer.md"):
         if (ROOT / page).exists():
-            g.page(page)
-    texts = g.texts
+            gathering.page(page)
+    texts = gathering.texts
     texts |= frameworks.pages()
     # its table has the width of the list of its headings, of which there is one
     listed = objectives.listed(texts["objectives"])
@@ -391,5 +411,5 @@ def gather(source: Path) -> None:
     texts |= derivations.pages(texts["derivations"])
     texts["start"] = re.sub(r"\A# upref\n", "# Start here\n", texts["start"])
     sections(texts)
-    g.write()
+    gathering.write()
     settings(source)

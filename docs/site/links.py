@@ -6,7 +6,6 @@ python -m docs.site.links [FOLDER]      one line for each that does not; exit st
 """
 
 import sys
-from collections import defaultdict
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -44,7 +43,9 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         """Note the ids, the link and the fetched file of a tag."""
         values = {name: value for name, value in attrs if value is not None}
-        self.ids |= {values[name] for name in ("id", "name") if name in values}
+        for name in ("id", "name"):
+            if name in values:
+                self.ids.add(values[name])
         if tag == "a" and "href" in values:
             self.links.append(values["href"])
         file = values.get(FETCHED.get(tag, ""))
@@ -59,34 +60,45 @@ def dead(html: Path) -> list[str]:
     Args:
         html: the folder of the built site.
     """
-    files = (
-        file.resolve()
-        for file in sorted(html.rglob("*.html"))
-        if "_static" not in file.parts
-    )
-    pages = {file: Page(file) for file in files}
-    wrong = defaultdict(list)
+    pages = {}
+    for file in sorted(html.rglob("*.html")):
+        if "_static" not in file.parts:
+            pages[file.resolve()] = Page(file.resolve())
+    pages_with: dict[str, list[str]] = {}  # what is wrong -> the pages that have it
     for file, page in pages.items():
         for link in dict.fromkeys([*page.links, *page.fetched]):
-            parts = urlsplit(link)
-            only_linked = link in page.links and link not in page.fetched
-            if parts.scheme == "data" or (parts.scheme and only_linked):
-                continue
-            if parts.scheme or parts.netloc:
-                why = "is fetched from a network"
-            else:
-                why = _leads(file, parts, pages)
+            why = _wrong(link, file, pages)
             if why:
-                wrong[f"{link} {why}"].append(str(file.relative_to(html.resolve())))
+                place = str(file.relative_to(html.resolve()))
+                pages_with.setdefault(f"{link} {why}", []).append(place)
     lines = []
-    for what, where in wrong.items():
+    for what, where in pages_with.items():
         more = " ..." if len(where) > 3 else ""
         lines.append(f"{what}: {', '.join(where[:3])}{more}")
     return lines
 
 
-def _leads(file: Path, parts: SplitResult, pages: dict[Path, Page]) -> str:
-    """Return why the link leads nowhere; "" if it does lead to something.
+def _wrong(link: str, file: Path, pages: dict[Path, Page]) -> str:
+    """Return what is wrong with a link or a fetched file of a page; "" if nothing is,
+    as of a link to another site.
+
+    Args:
+        link: its address.
+        file: of the page that has it.
+        pages: all pages, by file.
+    """
+    parts = urlsplit(link)
+    if parts.scheme == "data":
+        return ""
+    if parts.scheme and link not in pages[file].fetched:
+        return ""
+    if parts.scheme or parts.netloc:
+        return "is fetched from a network"
+    return _dead_end(file, parts, pages)
+
+
+def _dead_end(file: Path, parts: SplitResult, pages: dict[Path, Page]) -> str:
+    """Return why a link within the site leads nowhere; "" if it does lead to something.
 
     Args:
         file: of the page that has it.
@@ -99,17 +111,13 @@ def _leads(file: Path, parts: SplitResult, pages: dict[Path, Page]) -> str:
     if not target.exists():
         return "leads nowhere"
     anchor = unquote(parts.fragment)
-    is_state = target.parent.name == "explorer"  # what the explorer shows, no heading
-    # ":~:" begins a fragment that names a text
-    if (
-        anchor
-        and not is_state
-        and target in pages
-        and anchor not in pages[target].ids
-        and not anchor.startswith(":~:")
-    ):
-        return "has no such heading"
-    return ""
+    if not anchor or target not in pages:
+        return ""
+    if target.parent.name == "explorer":  # the anchor is what the explorer shows
+        return ""
+    if anchor.startswith(":~:"):  # it names a text
+        return ""
+    return "" if anchor in pages[target].ids else "has no such heading"
 
 
 if __name__ == "__main__":
