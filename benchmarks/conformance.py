@@ -92,14 +92,14 @@ def run_suite(
     known = read_expected_failures(expected) if expected.exists() and listed else {}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
-        command = [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-            *("--pyargs", "upref.conformance", "--adapter", adapter),
-            *("--level", str(level), "--upref-seed", str(seed)),
-            *("--upref-results", str(file), "--upref-deadline", str(DEADLINE)),
-            *(("--upref-xfails", str(expected)) if known else ()),
-            *(("-k", chosen) if chosen else ()),
-        ]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        command += ["--pyargs", "upref.conformance", "--adapter", adapter]
+        command += ["--level", str(level), "--upref-seed", str(seed)]
+        command += ["--upref-results", str(file), "--upref-deadline", str(DEADLINE)]
+        if known:
+            command += ["--upref-xfails", str(expected)]
+        if chosen:
+            command += ["-k", chosen]
         before = cpu.of_children()
         done = subprocess.run(
             command, capture_output=True, text=True, env=_environment(name), check=False
@@ -132,26 +132,25 @@ def _ends_of_cases(
     """
     counts = Counter(result["status"] for result in cases.values())
     known_failures, unexpected = [], []
+    could_not_run, errors = {}, {}
     for case, result in cases.items():
-        bad = result["status"] in ("failed", "could not run")
-        if bad and case in known:
+        status = result["status"]
+        is_bad = status in ("failed", "could not run")
+        is_known = case in known
+        if is_bad and is_known:
             known_failures.append(case)
-        if result["status"] != "skipped" and bad != (case in known):
+        if status != "skipped" and is_bad != is_known:
             unexpected.append(case)
+        if status == "could not run":
+            could_not_run[case] = result["reason"]
+        if "error" in result:
+            errors[case] = float(f"{result['error']:.2g}")
     return {
         "counts": dict(sorted(counts.items())),
         "known failures": sorted(known_failures),
         "unexpected": sorted(unexpected),
-        "could not run": {
-            case: result["reason"]
-            for case, result in cases.items()
-            if result["status"] == "could not run"
-        },
-        "errors": {
-            case: float(f"{result['error']:.2g}")
-            for case, result in cases.items()
-            if "error" in result
-        },
+        "could not run": could_not_run,
+        "errors": errors,
     }
 
 

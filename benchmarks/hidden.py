@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 import upref.logprobs
-from benchmarks.gpu import kernels
+from benchmarks.gpu import kernels, sizes
 from benchmarks.speed import operations_per_second
 
 V, H = 151_936, 896  # of Qwen2.5-0.5B
@@ -54,17 +54,6 @@ def at_tau(make):
         return lambda h, W, tokens: function(h, W, tokens, TAU)
 
     return made
-
-
-def naive():
-    """Return float32 logits and torch's log_softmax."""
-
-    def log_probs(h, W, tokens):
-        """Return log-probs [N] and entropy [N] from all logits [N, V] at once."""
-        lp = ((h @ W.T).float() / TAU).log_softmax(-1)
-        return lp.gather(1, tokens[:, None])[:, 0], -(lp.exp() * lp).sum(1)
-
-    return log_probs
 
 
 def liger_scaled():
@@ -139,7 +128,7 @@ def without_entropy(function):
 
 WHO = {
     "upref.hidden": at_tau(kernels.upref_hidden),
-    "naive": naive,
+    "naive": at_tau(lambda: sizes.naive),
     "TRL chunked": at_tau(kernels.trl_chunked),
     "verl fused": at_tau(kernels.verl_fused),
     "Liger scaled": liger_scaled,
@@ -184,9 +173,14 @@ def step(function, h, W, tokens):
         Log-probs [N], entropy [N] or None, and the gradient of the weight [V, H].
     """
     lp, entropy = function(h, W, tokens)
-    (lp.sum() + 0.1 * (0 if entropy is None else entropy.sum())).backward()
-    dW, h.grad, W.grad = W.grad, None, None
-    return lp.detach(), None if entropy is None else entropy.detach(), dW
+    total = lp.sum()
+    if entropy is not None:
+        total = total + 0.1 * entropy.sum()
+        entropy = entropy.detach()
+    total.backward()
+    dW = W.grad
+    h.grad = W.grad = None
+    return lp.detach(), entropy, dW
 
 
 def status(key):
@@ -199,12 +193,12 @@ def status(key):
     return int(re.search(rf"{key}:\s+(\d+) kB", text)[1]) / 1024
 
 
-def one(who, N, V, dtype="float32"):
+def one(who, N, V):
     """Print, as JSON, the peak memory of one step beyond the inputs in MiB and its CPU
     seconds. The process must be fresh.
     """
     function = make_function(who)
-    h, W, tokens = inputs(N, V, dtype=getattr(torch, dtype))
+    h, W, tokens = inputs(N, V)
     step(function, *inputs(4, 1000))  # what is imported and compiled at the first call
     before, start = status("VmRSS"), time.process_time()
     Path("/proc/self/clear_refs").write_text("5")  # Linux resets VmHWM
@@ -212,13 +206,13 @@ def one(who, N, V, dtype="float32"):
     print(json.dumps([status("VmHWM") - before, time.process_time() - start]))
 
 
-def fresh(who, N, V, dtype="float32"):
+def fresh(who, N, V):
     """Return what `one` prints in a fresh process: [MiB, CPU seconds], or None if it
     fails.
     """
     module = [sys.executable, "-W", "ignore", "-m", "benchmarks.hidden"]
     done = subprocess.run(
-        [*module, "--one", who, str(N), str(V), dtype],
+        [*module, "--one", who, str(N), str(V)],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -411,12 +405,18 @@ def by_kind(sizes):
             lp_of_all = logits.log_softmax(-1)
             lp_before = lp_of_all.gather(1, tokens[:, None])[:, 0]
             entropy_before = -(lp_of_all.exp() * lp_of_all).sum(-1)
-            errors_of_lp = [largest_difference(x, exact_lp) for x in (lp_before, lp)]
-            errors_of_entropy = [
-                largest_difference(x, exact_entropy) for x in (entropy_before, entropy)
+            of_lp = [
+                largest_difference(lp_before, exact_lp).item(),
+                largest_difference(lp, exact_lp).item(),
             ]
-            a, b, c, d = (x.item() for x in errors_of_lp + errors_of_entropy)
-            print(f"{V:7} {kind:12} {a:16.1e} {b:8.1e} {c:15.1e} {d:8.1e}", flush=True)
+            of_entropy = [
+                largest_difference(entropy_before, exact_entropy).item(),
+                largest_difference(entropy, exact_entropy).item(),
+            ]
+            print(
+                f"{V:7} {kind:12} {of_lp[0]:16.1e} {of_lp[1]:8.1e} {of_entropy[0]:15.1e} {of_entropy[1]:8.1e}",
+                flush=True,
+            )
 
 
 def main():
@@ -433,18 +433,21 @@ def main():
         help="accuracy, time, memory, growth, alone; all of them unless given",
     )
     parser.add_argument(
-        "--one", nargs=4, metavar=("WHO", "N", "V", "DTYPE"), help=argparse.SUPPRESS
+        "--one", nargs=3, metavar=("WHO", "N", "V"), help=argparse.SUPPRESS
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.one:
-        return one(args.one[0], int(args.one[1]), int(args.one[2]), args.one[3])
+        who, tokens, words = args.one
+        return one(who, int(tokens), int(words))
     n, v = (64, 8192) if args.quick else (2048, V)
-    versions = {k: importlib.metadata.version(k) for k in ("torch", "trl", "verl")}
+    versions = [
+        f"{package} {importlib.metadata.version(package)}"
+        for package in ("torch", "trl", "verl")
+    ]
     print(
-        f"H = {H}, 1 thread, {platform.machine()}, "
-        + ", ".join(f"{k} {x}" for k, x in versions.items())
-        + f"; load {os.getloadavg()[0]:.1f} at the start",
+        f"H = {H}, 1 thread, {platform.machine()}, {', '.join(versions)}; "
+        f"load {os.getloadavg()[0]:.1f} at the start",
         flush=True,
     )
     sections = args.sections or ["accuracy", "time", "memory", "growth", "alone"]

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -160,34 +160,34 @@ def measure(
             took(ROWS[name], folder, root)
     every: dict[tuple[str, str], list[Took]] = {}
     for _ in range(rounds):
-        for name in names:
-            for version, root in roots.items():
-                if one := took(ROWS[name], folder, root):
-                    every.setdefault((name, version), []).append(one)
-    return {
-        key: Took(*(statistics.median(column) for column in zip(*runs, strict=True)))
-        for key, runs in every.items()
-    }
+        for name, (version, root) in product(names, roots.items()):
+            one = took(ROWS[name], folder, root)
+            if one is not None:
+                every.setdefault((name, version), []).append(one)
+    medians = {}
+    for key, runs in every.items():
+        whole = statistics.median(run.whole for run in runs)
+        imports = statistics.median(run.imports for run in runs)
+        medians[key] = Took(whole, imports)
+    return medians
 
 
 def table(
     names: list[str], versions: list[str], found: dict[tuple[str, str], Took]
 ) -> list[str]:
     """Return the lines of the table: whole, imports and rest of each version."""
-    columns: dict[str, Callable[[Took], float]] = {
-        "whole": lambda one: one.whole,
-        "imports": lambda one: one.imports,
-        "rest": lambda one: one.whole - one.imports,
-    }
     above = "".join(f"{version:>27}" for version in versions)
-    heads = "".join(f"{head:>9}" for _ in versions for head in columns)
+    heads = f"{'whole':>9}{'imports':>9}{'rest':>9}" * len(versions)
     lines = [f"{'':18}{above}", f"{'':18}{heads}"]
     for name in names:
-        cells = []
+        line = f"{name:18}"
         for version in versions:
-            one = found.get((name, version))
-            cells += ["-" if one is None else f"{f(one):.2f}" for f in columns.values()]
-        lines.append(f"{name:18}" + "".join(f"{cell:>9}" for cell in cells))
+            if (name, version) in found:
+                whole, imports = found[name, version]
+                line += f"{whole:9.2f}{imports:9.2f}{whole - imports:9.2f}"
+            else:
+                line += f"{'-':>9}" * 3
+        lines.append(line)
     return lines
 
 

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -77,37 +76,33 @@ def main(*arguments: str) -> int:
         arguments = arguments[1:]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        options = [
-            "-n",
-            "2",
-            "--dist",
-            "worksteal",
-            "-q",
-            "-p",
-            "benchmarks.tests",
-            *arguments,
-        ]
+        command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal"]
+        command += ["-q", "-p", "benchmarks.tests", *arguments]
+        environment = os.environ | {LOG: str(log), "OMP_NUM_THREADS": "1"}
         start = time.time()
-        pytest_ = [sys.executable, "-m", "pytest", *options]
-        status = subprocess.run(
-            pytest_, env=os.environ | {LOG: str(log), "OMP_NUM_THREADS": "1"}
-        ).returncode
+        status = subprocess.run(command, env=environment).returncode
         if not log.exists():
             return status
-        rows = [
-            line.split("\t") for line in log.read_text(encoding="utf-8").splitlines()
-        ]
-    tests = sorted(((float(seconds), name) for seconds, name in rows), reverse=True)
+        lines = log.read_text(encoding="utf-8").splitlines()
+    tests = []
+    for line in lines:
+        seconds, name = line.split("\t")
+        tests.append((float(seconds), name))
+    tests.sort(reverse=True)
     if recording:
         record(tests)
-    files: Counter[str] = Counter()
+    seconds_of: dict[str, float] = {}  # file -> seconds
     for seconds, name in tests:
-        files[name.split("::")[0]] += seconds  # type: ignore[assignment] # a Counter of seconds
+        file = name.split("::")[0]
+        seconds_of[file] = seconds_of.get(file, 0) + seconds
+    used_by_all = sum(seconds for seconds, _ in tests)
+    waited = time.time() - start
     print(
-        f"\n{sum(s for s, _ in tests):.0f} processor seconds, {time.time() - start:.0f} seconds, {len(tests)} tests"
+        f"\n{used_by_all:.0f} processor seconds, {waited:.0f} seconds, {len(tests)} tests"
     )
-    for name, seconds in files.most_common(30):
-        print(f"{seconds:8.1f}  {name}")
+    longest = sorted(seconds_of.items(), key=lambda item: item[1], reverse=True)
+    for file, seconds in longest[:30]:
+        print(f"{seconds:8.1f}  {file}")
     print()
     for seconds, name in tests[:40]:
         print(f"{seconds:8.1f}  {name}")

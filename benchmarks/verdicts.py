@@ -262,9 +262,8 @@ def compare(old_file: str, new_file: str) -> int:
         before, after = old[part], new[part]
         gone = [name for name in before if name not in after]
         added = [name for name in after if name not in before]
-        changed = [
-            name for name in before if name in after and before[name] != after[name]
-        ]
+        in_both = [name for name in before if name in after]
+        changed = [name for name in in_both if before[name] != after[name]]
         lost += len(changed) + len(gone)
         print(
             f"{part}: {len(before)} verdicts, {len(changed)} changed, {len(gone)} gone, {len(added)} new"

@@ -96,6 +96,30 @@ def main(argv: list[str] | None = None) -> int:
         from benchmarks.gpu import check
 
         return check.main()
+    args = make_parser().parse_args(argv)
+    if args.one:
+        return one(args.one, "cpu" if args.trial else "cuda", args.trial)
+    args.out.mkdir(parents=True, exist_ok=True)
+    every = parts()
+    names = list(every)
+    if args.asked:
+        names = [name for name in names if name.startswith(tuple(args.asked))]
+    # a time limit of the caller ends the parts too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory(prefix="upref-gpu-") as folder:
+        work = Path(folder)
+        states: dict[str, Any] = {}
+        together = [name for name in names if name not in ALONE]
+        width = 2 if args.trial else os.cpu_count() or 4
+        run(together, every, args, work, states, width)
+        for name in ALONE:
+            if name in names:
+                run([name], every, args, work, states, 1)
+    return int(any(state["status"] != 0 for state in states.values()))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
         description=__doc__,
@@ -107,24 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--trial", action="store_true", help="small, on the CPU")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    device = "cpu" if args.trial else "cuda"
-    if args.one:
-        return one(args.one, device, args.trial)
-    args.out.mkdir(parents=True, exist_ok=True)
-    every = parts()
-    names = [n for n in every if not args.asked or n.startswith(tuple(args.asked))]
-    # a time limit of the caller ends the parts too
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with tempfile.TemporaryDirectory(prefix="upref-gpu-") as name:
-        work = Path(name)
-        together = [n for n in names if n not in ALONE]
-        states: dict[str, Any] = {}
-        width = 2 if args.trial else os.cpu_count() or 4
-        run(together, every, args, work, states, width)
-        for alone in (n for n in ALONE if n in names):
-            run([alone], every, args, work, states, 1)
-    return int(any(state["status"] != 0 for state in states.values()))
+    return parser
 
 
 def run(
@@ -188,9 +195,9 @@ def watch(
             took = time.monotonic() - since
             # a CPU takes longer than the GPU for which the limits are
             late = took > every[name].limit * (20 if args.trial else 1)
-            if process.poll() is None and not late:
-                continue
             if process.poll() is None:
+                if not late:
+                    continue
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             states[name] = {
@@ -215,21 +222,23 @@ def start(name: str, args: argparse.Namespace, work: Path) -> subprocess.Popen[b
         sys.executable, "-m", "benchmarks.gpu", "--out", str(args.out),
         "--one", name, str(work / f"{name}.jsonl"), str(work),
     ]  # fmt: skip
+    if args.trial:
+        command.append("--trial")
+    environment = os.environ | {
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     with open(work / f"{name}.log", "ab") as log:
         return subprocess.Popen(
-            command + (["--trial"] if args.trial else []),
+            command,
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             cwd=ROOT,
             start_new_session=True,
-            env=os.environ
-            | {
-                "PYTHONUNBUFFERED": "1",
-                "OMP_NUM_THREADS": "1",
-                "TORCHINDUCTOR_COMPILE_THREADS": "1",
-                "HF_HUB_OFFLINE": "1",
-            },
+            env=environment,
         )
 
 
@@ -261,11 +270,11 @@ def collect(out: Path, work: Path, states: dict[str, Any]) -> None:
     found = {"date": date, "parts": states, "rows": rows}
     text = json.dumps(found, indent=1) + "\n"
     write_atomically(out / "gpu.json", text)
-    log = [
-        f"==== {path.stem}\n{path.read_text(encoding='utf-8', errors='replace')[-60_000:]}"
-        for path in sorted(work.glob("*.log"))
-    ]
-    write_atomically(out / "gpu.log", "\n".join(log))
+    logs = []
+    for path in sorted(work.glob("*.log")):
+        log = path.read_text(encoding="utf-8", errors="replace")
+        logs.append(f"==== {path.stem}\n{log[-60_000:]}")
+    write_atomically(out / "gpu.log", "\n".join(logs))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,9 @@ def added(
         The results with the new rows in place of those of the same name; a row of the
         kind "run" has the run's parts.
     """
-    there = {name for one in kept for name in one.rows}
+    there: set[str] = set()
+    for earlier in kept:
+        there |= earlier.rows.keys()
     number = len(kept)
     run = {"kind": "run", "of": number, "run": str(number), "parts": new["parts"]}
     if "gpu" in new:  # a run without the part `facts` names its GPU itself
@@ -67,10 +69,11 @@ def added(
         kind = part.partition("-")[0]
         for row in found:
             name = name_of(kind, row)
-            if name in there | rows.keys() and lacks_package(row):
+            is_known = name in there or name in rows
+            if is_known and lacks_package(row):
                 continue
-            row = {k: shortened(v) for k, v in row.items()}
-            rows[name] = {"kind": kind, "of": number} | row
+            fields = {field: shortened(value) for field, value in row.items()}
+            rows[name] = {"kind": kind, "of": number} | fields
     command = "python -m benchmarks.gpu --out FOLDER"
     machine = new.get("gpu", "a GPU")
     mine = Record(command, commit, new["date"], machine, [], rows)

@@ -28,6 +28,32 @@ def main(place: PartSetup, which: str) -> None:
             row |= one(name, place.device)
 
 
+def loss_and_gradient(
+    J: Callable[..., Tensor], b: upref.Rollouts, dtype: torch.dtype, device: str
+) -> list[Tensor]:
+    """Return -J of a batch and its gradient by lp, in float64 on the CPU.
+
+    Args:
+        J: of an objective.
+        b: the batch; what it lacks is not passed.
+        dtype: in which both are computed.
+        device: on which both are computed.
+    """
+    lp = moved(b.logp, device, dtype).detach().requires_grad_()
+    inputs = [moved(x, device, dtype) for x in (b.logp_old, b.adv, b.mask, b.group)]
+    optional = {
+        "lp_ref": b.logp_ref,
+        "entropy": b.entropy,
+        "lp_sampler": b.logp_sampler,
+    }
+    by_name = {
+        name: moved(x, device, dtype) for name, x in optional.items() if x is not None
+    }
+    loss = -J(lp, *inputs, **by_name)
+    loss.backward()
+    return [loss.detach().double().cpu(), lp.grad.double().cpu()]
+
+
 def one(name: str, device: str) -> dict[str, Any]:
     """Compute an objective in four ways; compare each with float64 on the CPU.
 
@@ -42,34 +68,16 @@ def one(name: str, device: str) -> dict[str, Any]:
     """
     o = upref.get(name)
     b = batch(o, edges=OFF_EDGES)
-    optional = {
-        "lp_ref": b.logp_ref,
-        "entropy": b.entropy,
-        "lp_sampler": b.logp_sampler,
-    }
-    keywords = {k: v for k, v in optional.items() if v is not None}
-    inputs = (b.logp_old, b.adv, b.mask, b.group)
-
-    def loss_and_gradient(
-        J: Callable[..., Tensor], dtype: torch.dtype, device: str
-    ) -> list[Tensor]:
-        """Return -J and its gradient by lp, in float64 on the CPU, computed in the
-        dtype on the device.
-        """
-        lp = moved(b.logp, device, dtype).detach().requires_grad_()
-        here = {k: moved(v, device, dtype) for k, v in keywords.items()}
-        loss = -J(lp, *(moved(x, device, dtype) for x in inputs), **here)
-        loss.backward()
-        return [loss.detach().double().cpu(), lp.grad.double().cpu()]
-
-    exact = loss_and_gradient(o.J, torch.float64, "cpu")
+    exact = loss_and_gradient(o.J, b, torch.float64, "cpu")
 
     def errors(J: Callable[..., Tensor], dtype: torch.dtype) -> list[float]:
         """Return the relative errors of loss and gradient against `exact`."""
-        return [
-            float((x - y).abs().max() / y.abs().max().clamp(min=1e-12))
-            for x, y in zip(loss_and_gradient(J, dtype, device), exact, strict=True)
-        ]
+        computed = loss_and_gradient(J, b, dtype, device)
+        relative = []
+        for x, y in zip(computed, exact, strict=True):
+            largest = y.abs().max().clamp(min=1e-12)
+            relative.append(float((x - y).abs().max() / largest))
+        return relative
 
     torch.compiler.reset()
     compiled = torch.compile(o.J, fullgraph=True)

@@ -125,19 +125,25 @@ def main(place: PartSetup) -> None:
     """Measure every function at every size; write a row of each. Compiled ones run at
     one number of tokens alone.
     """
-    words = 1000 if place.small else V
-    for dtype, H, N in TRIAL if place.small else CASES:
-        h, W, tokens = inputs(getattr(torch, dtype), H, N, words, place.device)
-        # in float64 the larger sizes take too long: they get no errors
-        want = exact(h, W, tokens) if N <= 4096 and H * N <= 4096 * 896 else None
-        for name, make in WHO.items():
-            if "compiled" in name and N != COMPILED_AT:
-                continue  # each size compiles again, for seconds
-            with place.row(who=name, dtype=dtype, H=H, N=N, V=words) as row:
-                measure(place, make(), (h, W, tokens), want, row)
-            if place.device == "cuda":
-                torch.cuda.empty_cache()
-        del h, W, tokens, want
+    cases, words = (TRIAL, 1000) if place.small else (CASES, V)
+    for dtype, H, N in cases:
+        measure_all(place, dtype, H, N, words)
+
+
+def measure_all(place: PartSetup, dtype: str, H: int, N: int, words: int) -> None:
+    """Measure every function at one size: hidden size H, N tokens, and so many words."""
+    h, W, tokens = inputs(getattr(torch, dtype), H, N, words, place.device)
+    want = None
+    # in float64 the larger sizes take too long: they get no errors
+    if N <= 4096 and H * N <= 4096 * 896:
+        want = exact(h, W, tokens)
+    for name, make in WHO.items():
+        if "compiled" in name and N != COMPILED_AT:
+            continue  # each size compiles again, for seconds
+        with place.row(who=name, dtype=dtype, H=H, N=N, V=words) as row:
+            measure(place, make(), (h, W, tokens), want, row)
+        if place.device == "cuda":
+            torch.cuda.empty_cache()
 
 
 def measure(

@@ -32,7 +32,7 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(self.embed(ids))[0])
 
 
-def qwen3(place: PartSetup, attention: str = "sdpa", **changes: Any) -> nn.Module:
+def qwen3(place: PartSetup, **changes: Any) -> nn.Module:
     """Return a tiny Qwen3 with random weights, the same in each call, on the device.
     `changes` are settings of its configuration.
     """
@@ -43,7 +43,7 @@ def qwen3(place: PartSetup, attention: str = "sdpa", **changes: Any) -> nn.Modul
         "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "eos_token_id": 2, "pad_token_id": 2, "tie_word_embeddings": False,
     }  # fmt: skip
-    config = Qwen3Config(**settings | changes, attn_implementation=attention)
+    config = Qwen3Config(**settings | changes, attn_implementation="sdpa")
     return Qwen3ForCausalLM(config).to(place.device)
 
 
