@@ -399,9 +399,11 @@ def _passk_reference(std: bool) -> Callable[..., Tensor]:
             R[:, None], torch.ones_like(R)[:, None] > 0, group
         )
         A = A[:, 0]
-        for group_id in group.unique() if std else ():
-            i = group == group_id
-            A[i] = A[i] / (R[i].std(correction=1) + 1e-6)
+        if not std:
+            return A
+        for number in group.unique():
+            of_group = group == number
+            A[of_group] = A[of_group] / (R[of_group].std(correction=1) + 1e-6)
         return A
 
     return reference

@@ -194,13 +194,13 @@ def default_fields() -> dict[str, Any]:
     try:
         config = import_verl().ActorConfig
     except InputError:
-        return {"loss_agg_mode": "token-mean"} | {
-            k: v for k, v in vars(StandInConfig()).items() if k != "policy_loss"
-        }
-    all_fields = [
-        *dataclasses.fields(config),
-        *(f for f in dataclasses.fields(policy_loss_config()) if f.name in OF_LOSS),
-    ]
+        defaults: dict[str, Any] = {"loss_agg_mode": "token-mean"}
+        defaults |= vars(StandInConfig())
+        defaults.pop("policy_loss", None)
+        return defaults
+    of_loss = dataclasses.fields(policy_loss_config())
+    all_fields = [*dataclasses.fields(config)]
+    all_fields += [field for field in of_loss if field.name in OF_LOSS]
     return {
         f.name: f.default for f in all_fields if f.default is not dataclasses.MISSING
     }
