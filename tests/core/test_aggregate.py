@@ -26,18 +26,12 @@ def formula(agg: str) -> F:
     if agg in ("token-mean", "kept-mean"):
         return sum(map(sum, X)) / sum(LENGTHS)
     if agg == "group-token-mean":
-
-        def responses_of(g):
-            return [i for i in range(5) if GROUP[i] == g]
-
-        return (
-            sum(
-                sum(sum(X[i]) for i in responses_of(g))
-                / sum(LENGTHS[i] for i in responses_of(g))
-                for g in (7, 9)
-            )
-            / 2
-        )
+        means = []
+        for g in (7, 9):
+            responses = [i for i in range(5) if GROUP[i] == g]
+            total = sum(sum(X[i]) for i in responses)
+            means.append(total / sum(LENGTHS[i] for i in responses))
+        return sum(means) / 2
     if agg == "seq-mean-token-mean":
         return sum(sum(x) / len(x) for x in X) / 5
     total = sum(map(sum, X)) / 5

@@ -283,52 +283,56 @@ DRAFTS = {
 }
 
 
+WRITES_A_FILE = (
+    "write_text",
+    "write_bytes",
+    "to_parquet",
+    "save_pretrained",
+    "imsave",
+)
+MAY_WRITE_TO_MEMORY = (
+    "savefig",
+    "savez",
+    "savez_compressed",
+    "save_file",
+    "write_table",
+    "dump",
+)
+
+
 def in_place(text: str):
     """Yield calls that leave half a file under its final name, if they are interrupted
     or the disk is full.
     """
-    for call in (
-        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)
-    ):
-        if ast.unparse(call.func) == "ast.dump":
+
+    def is_for_writing(word):
+        return re.fullmatch("'[wx]b?\\+?'", word)
+
+    def is_memory(word):
+        """Return whether an argument is no file: stdout, or a buffer."""
+        buffer = r"(io\.(Bytes|String)IO|pa\.BufferOutputStream)\("
+        is_buffer = re.search(rf"\b{re.escape(word)} = {buffer}", text)
+        return word == "sys.stdout" or is_buffer
+
+    for call in ast.walk(ast.parse(text)):
+        if not isinstance(call, ast.Call):
+            continue
+        called = ast.unparse(call.func)
+        if called == "ast.dump":
             continue  # text of a syntax tree, and no file
-        name, words = (
-            ast.unparse(call.func).rpartition(".")[2],
-            [ast.unparse(x) for x in call.args],
-        )
+        name = called.rpartition(".")[2]
+        words = [ast.unparse(x) for x in call.args]
         words += [ast.unparse(k.value) for k in call.keywords if k.arg == "mode"]
-        if name in (
-            "write_text",
-            "write_bytes",
-            "to_parquet",
-            "save_pretrained",
-            "imsave",
-        ):
+        if name in WRITES_A_FILE:
             yield name
-        if name in ("open", "fdopen", "ZipFile") and any(
-            re.fullmatch("'[wx]b?\\+?'", w) for w in words
-        ):
+        if name in ("open", "fdopen", "ZipFile") and any(map(is_for_writing, words)):
             yield name
-        if name in (
-            "savefig",
-            "savez",
-            "savez_compressed",
-            "save_file",
-            "write_table",
-            "dump",
-        ) and not any(
-            w == "sys.stdout"
-            or re.search(
-                rf"\b{re.escape(w)} = (io\.(Bytes|String)IO|pa\.BufferOutputStream)\(",
-                text,
-            )
-            for w in words
-        ):
+        if name in MAY_WRITE_TO_MEMORY and not any(map(is_memory, words)):
             yield name
-        if ast.unparse(call.func) == "torch.save" and not re.search(
-            rf"\b{re.escape(words[1])} = io\.BytesIO", text
-        ):
-            yield name
+        if called == "torch.save":
+            is_buffer = re.search(rf"\b{re.escape(words[1])} = io\.BytesIO", text)
+            if not is_buffer:
+                yield name
 
 
 def test_every_file_is_written_whole_or_not_at_all():

@@ -216,10 +216,12 @@ def _holds(truth: second.Truth, finding: ReplayFinding) -> bool:
 
 def worlds(families: tuple[str, ...], seed: int) -> list[World]:
     """Return a world for each family: temperatures, entropies and sizes vary with it."""
-    temperatures, entropies, sizes = (1.0, 0.7, 1.2, 0.6), (0.8, 0.5, 1.2), (64, 32, 96)
+    temperatures = (1.0, 0.7, 1.2, 0.6)
+    entropies = (0.8, 0.5, 1.2)
+    sizes = (64, 32, 96)
     return [
         World(
-            f,
+            family,
             seed + i,
             sizes[i % 3],
             24 + 8 * (i % 3),
@@ -227,8 +229,16 @@ def worlds(families: tuple[str, ...], seed: int) -> list[World]:
             temperatures[i % 4],
             entropies[(i + seed) % 3],
         )
-        for i, f in enumerate(families)
+        for i, family in enumerate(families)
     ]
+
+
+def named_otherwise(c: Cell) -> str:
+    """Return where a cell is, what was named there, and whether that is false."""
+    words = f"{c.where}: {c.named}"
+    if c.failed:
+        return f"{words} (failure)"
+    return f"{words} (false)" if c.false else words
 
 
 def table(cells: list[Cell]) -> str:
@@ -240,15 +250,9 @@ def table(cells: list[Cell]) -> str:
         row = [c for c in cells if c.fault == fault]
         if not row:
             continue
-        wrong = "; ".join(
-            f"{c.where}: {c.named}"
-            + (" (failure)" if c.failed else " (false)" if c.false else "")
-            for c in row
-            if not c.right
-        )
-        lines.append(
-            f"{fault:28} {sum(c.right for c in row):>3}/{len(row):<3}  {wrong}".rstrip()
-        )
+        wrong = "; ".join(named_otherwise(c) for c in row if not c.right)
+        right = sum(c.right for c in row)
+        lines.append(f"{fault:28} {right:>3}/{len(row):<3}  {wrong}".rstrip())
     right, alarms = sum(c.right for c in cells), sum(c.false_alarm for c in cells)
     lines.append(
         f"{'all':28} {right:>3}/{len(cells):<3}  {100 * right / len(cells):.1f} %; "
@@ -274,18 +278,24 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--seed", type=int, default=-1)
     p.add_argument("--worlds", default="", help="numbers of the worlds, from 0 on")
     a: Any = p.parse_args(arguments)
-    by_default: tuple[str, ...] = TUNED if a.tuned else HELD_OUT
+    families: tuple[str, ...]
     if a.second >= 0:
-        by_default = second.drawn_families(HELD_OUT, 2)
-    families = tuple(a.families.split(",")) if a.families else by_default
-    faults = a.faults.split(",") if a.faults else list(FAULTS)
-    if a.second >= 0:
+        families = second.drawn_families(HELD_OUT, 2)
+        faults = [*FAULTS, *second.FAULTS]
         seed = a.seed if a.seed >= 0 else second.drawn_seed(a.second)
-        faults = a.faults.split(",") if a.faults else [*FAULTS, *second.FAULTS]
+    else:
+        families = TUNED if a.tuned else HELD_OUT
+        faults = list(FAULTS)
+        own_seed = 0 if a.tuned else 500
+        seed = a.seed if a.seed >= 0 else own_seed
+    if a.families:
+        families = tuple(a.families.split(","))
+    if a.faults:
+        faults = a.faults.split(",")
+    if a.second >= 0:
         places = second.worlds(families, seed)
         print(f"seed {seed}")
     else:
-        seed = a.seed if a.seed >= 0 else 0 if a.tuned else 500
         places = worlds(families, seed)
     if a.worlds:
         places = [places[int(number)] for number in a.worlds.split(",")]

@@ -202,10 +202,13 @@ def moody(rng: random.Random, ends: bool = True) -> Callable:
     The bad way is one of THEN. With `ends`, one in five losses may have one of ENDS
     too, which end the process or hang.
     """
-    J, total, when = (rng.choice(list(x.values())) for x in (SURROGATES, SUMS, WHEN))
-    then = rng.choice(
-        list((THEN | ENDS if ends and rng.random() < 0.2 else THEN).values())
-    )
+    J = rng.choice(list(SURROGATES.values()))
+    total = rng.choice(list(SUMS.values()))
+    when = rng.choice(list(WHEN.values()))
+    bad_ways = THEN
+    if ends and rng.random() < 0.2:
+        bad_ways = THEN | ENDS
+    then = rng.choice(list(bad_ways.values()))
     calls = [0]
     FORKS[:] = [True] * 5
 
