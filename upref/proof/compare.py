@@ -127,7 +127,7 @@ def compare(
     differs: Callable[[Tensor, Tensor, Rollouts], bool] = is_different,
     domain_of: type[Domain] = Domain,
 ) -> Comparison:
-    """Compare two functions on each pattern.
+    """Compare two functions on each pattern, up to the first that is not proved.
 
     Args:
         function, reference: of a batch to numbers.
@@ -178,27 +178,44 @@ def compare(
         # the solver starts once for all patterns of a chunk
         _conclude(values, outcomes, start + seconds - cpu_seconds(), limits)
         for search, outcome in outcomes:
-            out.paths += len(outcome.paths)
-            if search.domain.pattern.certain and _is_tie(outcome.counterexample):
-                out.ties_at_one = True
-            elif outcome.counterexample:
-                out.status, out.counterexample = "differs", outcome.counterexample
-                out.where = search.domain.pattern
-            elif outcome.reason:
-                out.status, out.reason = "no proof", outcome.reason
-            else:
-                out.patterns.append(search.domain.pattern)
-                first = first or (search, outcome.paths[0])
+            is_proved = _add_outcome(out, search.domain.pattern, outcome)
+            if is_proved and first is None:
+                first = (search, outcome.paths[0])
             if out.status != "proved":
                 break
         if out.status != "proved":
             break
-    if out.status == "proved" and first and not first[0].is_repeated(first[1]):
-        out.status = "no proof"
-        out.reason = "it answers differently when it is called again: it keeps a state"
+    if out.status == "proved" and first is not None:
+        search, path = first
+        if not search.is_repeated(path):
+            out.status = "no proof"
+            out.reason = (
+                "it answers differently when it is called again: it keeps a state"
+            )
     out.bounds = list(bounds)
     out.seconds = cpu_seconds() - start
     return out
+
+
+def _add_outcome(out: Comparison, pattern: Pattern, outcome: Outcome) -> bool:
+    """Add what was found on one pattern to a comparison; return whether the functions
+    are proved equal on it. A tie where the policies are certain changes no status.
+    """
+    out.paths += len(outcome.paths)
+    if pattern.certain and _is_tie(outcome.counterexample):
+        out.ties_at_one = True
+        return False
+    if outcome.counterexample:
+        out.status = "differs"
+        out.counterexample = outcome.counterexample
+        out.where = pattern
+        return False
+    if outcome.reason:
+        out.status = "no proof"
+        out.reason = outcome.reason
+        return False
+    out.patterns.append(pattern)
+    return True
 
 
 def _is_tie(counterexample: Counterexample | None) -> bool:

@@ -112,24 +112,24 @@ class Constants:
         """Keep the numbers that a place compares with what the code has computed; of computed
         ones alone, the largest.
         """
-        local: list[float] = []  # what the code has computed
-        fixed = list(place.numbers)
+        computed: list[float] = []  # sizes, counts, and local numbers of the code
+        fixed = list(place.numbers)  # constants, settings, and numbers of a module
         for name in place.names:
             value = _value(name, frame)
             if isinstance(value, np.ndarray) and value.size:
-                local.append(float(value.size))
+                computed.append(float(value.size))
             if not _is_number(value):
                 continue
             is_local = isinstance(name, ast.Name) and name.id in frame.f_locals
             is_setting = float(value) in self.settings
             if is_counted(value) or (is_local and not is_setting):
-                local.append(value)
+                computed.append(value)
             else:
                 fixed.append(value)
-        if not local and not place.computes:
+        if not computed and not place.computes:
             return
-        if not fixed and local:
-            fixed = [max(local)]
+        if not fixed and computed:
+            fixed = [max(computed)]
         line = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         for number in fixed:
             if SMALLEST < number < LIMIT:
@@ -185,41 +185,55 @@ def places(file: str) -> dict[int, list[Place]]:
 
 def _place(node: ast.AST) -> Place | None:
     """Return what a node compares; None where it compares nothing."""
-    parts: list[ast.AST]
-    match node:
-        case ast.Compare() | ast.Slice() | ast.MatchValue():
-            parts = [node]
-        case ast.Subscript(slice=ast.Constant() | ast.Tuple() as index):
-            parts = [index]
-        case ast.BinOp(op=op) if isinstance(op, ROUNDS):
-            parts = [node]
-        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
-            if name not in CUTS | REPEATS:
-                return None
-            parts = [*node.args]
-        case ast.BinOp(op=ast.Mult(), left=ast.List() | ast.Tuple(), right=times):
-            parts = [times]
-        case ast.BinOp(op=ast.Mult(), left=times, right=ast.List() | ast.Tuple()):
-            parts = [times]
-        case ast.Dict():
-            parts = [key for key in node.keys if key is not None]
-        case _:
-            return None
-    numbers = tuple(x for part in parts for x in _numbers(part))
+    parts = _compared_parts(node)
+    if parts is None:
+        return None
+    numbers: list[float] = []
+    names: list[ast.expr] = []
+    for part in parts:
+        numbers += _numbers(part)
+        names += _names(part)
     match node:
         case ast.BinOp(op=ast.RShift(), right=ast.Constant(value=int(bits))):
             # n >> 10 is n // 1024
-            numbers = (float(2 ** min(bits, LARGEST_EXPONENT)),)
-    names = tuple(x for part in parts for x in _names(part))
-    is_of_names = isinstance(node, ast.Compare) and len(names) > 1
-    is_repeated = isinstance(node, ast.Call) and _called(node) in REPEATS
-    is_plain = isinstance(node, ast.Compare | ast.Call) and not is_repeated
-    computes = not is_plain or any(
-        isinstance(inner, ast.Call | ast.Subscript)
-        for part in parts
-        for inner in ast.walk(part)
-    )
-    return Place(numbers, names, computes) if numbers or is_of_names else None
+            numbers = [float(2 ** min(bits, LARGEST_EXPONENT))]
+    is_comparison = isinstance(node, ast.Compare)
+    if not numbers and not (is_comparison and len(names) > 1):
+        return None
+    is_plain_call = isinstance(node, ast.Call) and _called(node) not in REPEATS
+    computes = True
+    if is_comparison or is_plain_call:
+        computes = any(map(_calls_or_indexes, parts))
+    return Place(tuple(numbers), tuple(names), computes)
+
+
+def _compared_parts(node: ast.AST) -> list[ast.AST] | None:
+    """Return the parts of a node whose numbers may be bounds: of a comparison, an index,
+    a division that rounds, a function of CUTS or REPEATS, a list that is repeated, and
+    the keys of a dict. None of any other node.
+    """
+    match node:
+        case ast.Compare() | ast.Slice() | ast.MatchValue():
+            return [node]
+        case ast.Subscript(slice=ast.Constant() | ast.Tuple() as index):
+            return [index]
+        case ast.BinOp(op=op) if isinstance(op, ROUNDS):
+            return [node]
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return [*node.args] if name in CUTS | REPEATS else None
+        case ast.BinOp(op=ast.Mult(), left=ast.List() | ast.Tuple(), right=times):
+            return [times]
+        case ast.BinOp(op=ast.Mult(), left=times, right=ast.List() | ast.Tuple()):
+            return [times]
+        case ast.Dict():
+            return [key for key in node.keys if key is not None]
+    return None
+
+
+def _calls_or_indexes(expression: ast.AST) -> bool:
+    """Tell whether an expression has a call or an index in it."""
+    parts = ast.walk(expression)
+    return any(isinstance(part, ast.Call | ast.Subscript) for part in parts)
 
 
 def _called(node: ast.Call) -> str:

@@ -178,30 +178,34 @@ class Domain:
         """Make the columns: a variable for each slot, or what the pattern fixes there."""
         v = self.values
         B, T = self.pattern.shape
+        certain = self.pattern.certain
         on_policy = self.pattern.on_policy
-        log_r = [[v.zero] * T] * B if on_policy else self._logs("r", *RATIO)
+        log_r = self._logs_of_one() if on_policy else self._logs("r", *RATIO)
         log_mu = self._logs("mu", *PROBABILITY)
-        if self.pattern.certain:
+        if certain:
             self._make_certain(log_r, log_mu)
-        add = v.add
-        lp = _each(add, log_r, log_mu)
+        lp = _each(v.add, log_r, log_mu)
         advantages = [[self._advantage(i, t) for t in range(T)] for i in range(B)]
         rows = {"logp": lp, "logp_old": log_mu, "adv": advantages}
         if "logp_ref" in self.reads:
-            same = on_policy or self.pattern.certain
-            log_k = [[v.zero] * T] * B if same else self._logs("k", *RATIO)
-            rows["logp_ref"] = _each(add, lp, log_k)
-        if "logp_sampler" in self.reads:
-            rows["logp_sampler"] = (
-                log_mu
-                if self.pattern.certain
-                else _each(v.subtract, log_mu, self._logs("rho", *RATIO))
-            )
+            is_fixed = on_policy or certain
+            log_k = self._logs_of_one() if is_fixed else self._logs("k", *RATIO)
+            rows["logp_ref"] = _each(v.add, lp, log_k)
+        if "logp_sampler" in self.reads and certain:
+            rows["logp_sampler"] = log_mu
+        elif "logp_sampler" in self.reads:
+            log_rho = self._logs("rho", *RATIO)
+            rows["logp_sampler"] = _each(v.subtract, log_mu, log_rho)
         if "entropy" in self.reads:
             rows["entropy"] = [
                 [v.variable(f"H{i}_{t}", 0.0) for t in range(T)] for i in range(B)
             ]
         self.ids.update({name: torch.tensor(x) for name, x in rows.items()})
+
+    def _logs_of_one(self) -> list[list[int]]:
+        """Return the id of log 1, which is 0, for each token, a list for each row."""
+        B, T = self.pattern.shape
+        return [[self.values.zero] * T for _ in range(B)]
 
     def _make_certain(self, log_r: list[list[int]], log_mu: list[list[int]]) -> None:
         """Give the first token the probability 1 of both policies, the second one that of
@@ -276,27 +280,43 @@ class Domain:
     def _assumptions(self, names: set[str]) -> list[int]:
         """Compute what `assumptions` returns."""
         v = self.values
-        out = []
+        if self.pattern.certain:
+            out = self._below_one_where_certain(names)
+        else:
+            out = self._below_one(names)
+        for i in range(self.pattern.shape[0]):
+            for name in ("r", "rho"):
+                out += self._bounds_of_response(name, i, names)
+        return [condition for condition in out if condition != v.one]
+
+    def _below_one(self, names: set[str]) -> list[int]:
+        """Return the conditions that probabilities of the new, the reference and the
+        sampling policy are below 1, of the tokens whose variables are read.
+        """
+        v = self.values
         B, T = self.pattern.shape
+        out = []
         # each is a product of mu and the variable beside it
         variables = {"logp": "r", "logp_ref": "k", "logp_sampler": "rho"}
         for role, beside in variables.items():
-            if role not in self.ids or self.pattern.certain:
+            if role not in self.ids:
                 continue
             for i, t in itertools.product(range(B), range(T)):
                 if {f"mu{i}_{t}", f"{beside}{i}_{t}"} <= names:
                     out.append(v.greater(v.zero, int(self.ids[role][i, t])))
-        if self.pattern.certain:
-            logs = torch.stack([self.ids["logp"], self.ids["logp_old"]])
-            out += [
-                v.greater(v.zero, x)
-                for x in logs.reshape(-1).tolist()
-                if v.varies(x) and v.variables((x,)) <= names
-            ]
-        for i in range(B):
-            for name in ("r", "rho"):
-                out += self._bounds_of_response(name, i, names)
-        return [condition for condition in out if condition != v.one]
+        return out
+
+    def _below_one_where_certain(self, names: set[str]) -> list[int]:
+        """Return the conditions that probabilities are below 1 where the pattern fixes
+        some at 1: of those that vary and whose variables are read.
+        """
+        v = self.values
+        logs = torch.stack([self.ids["logp"], self.ids["logp_old"]])
+        out = []
+        for log in logs.reshape(-1).tolist():
+            if v.varies(log) and v.variables((log,)) <= names:
+                out.append(v.greater(v.zero, log))
+        return out
 
     def _bounds_of_response(self, name: str, row: int, names: set[str]) -> list[int]:
         """Return the bounds of a ratio that is multiplied over a response, of the
@@ -360,13 +380,9 @@ class Domain:
         for i in range(B):
             point[f"A{i}"] = chance.choice((1, -1)) * math.exp(chance.gauss(0, 1))
         if where in FAR:
-            most_ratio, most_advantage = FAR[where]
-            for name in point:
-                sign = chance.choice((1, -1)) if name[0] == "A" else 1
-                most = most_advantage if name[0] == "A" else most_ratio
-                if name[:2] != "mu":
-                    point[name] = sign * math.exp(chance.uniform(-most, most))
+            _move_far(point, chance, *FAR[where])
         if self.pattern.certain:
+            # π_old is 1/r at every third token, and π_θ is r at others: neither above 1
             for i, t in itertools.product(range(B), range(T)):
                 log_r = abs(math.log(point[f"r{i}_{t}"]))
                 point[f"r{i}_{t}"] = math.exp(log_r if t % 3 == 2 else -log_r)
@@ -377,7 +393,8 @@ class Domain:
         self, point: Mapping[str, float], found: Mapping[str, float]
     ) -> dict[str, float]:
         """Return a point with the numbers that a solver found, and the other numbers
-        moved so that no probability is above 1.
+        moved so that no probability is above 1: π_old is mu, π_θ is mu r, π_ref is
+        mu r k, and the sampler's is mu / rho.
 
         Args:
             point: a number for each variable.
@@ -386,18 +403,16 @@ class Domain:
         out = dict(point) | dict(found)
         B, T = self.pattern.shape
         for i, t in itertools.product(range(B), range(T)):
-            at = f"{i}_{t}"
-            if f"mu{at}" not in found:
-                k = out[f"k{at}"] if "logp_ref" in self.ids else 1.0
-                rho = out[f"rho{at}"] if "logp_sampler" in self.ids else 1.0
-                r = out[f"r{at}"]
-                most = 0.9 / max(1.0, r, r * k, 1 / rho)  # clearly below 1
-                out[f"mu{at}"] = min(out[f"mu{at}"], most)
-            elif f"k{at}" not in found and "logp_ref" in self.ids:
-                p = out[f"mu{at}"] * out[f"r{at}"]
-                out[f"k{at}"] = min(out[f"k{at}"], 0.9 / p)
-            if f"rho{at}" not in found:
-                out[f"rho{at}"] = max(out[f"rho{at}"], 1.1 * out[f"mu{at}"])
+            mu, r, k, rho = (f"{name}{i}_{t}" for name in ("mu", "r", "k", "rho"))
+            if mu not in found:
+                of_ref = out[k] if "logp_ref" in self.ids else 1.0
+                of_sampler = out[rho] if "logp_sampler" in self.ids else 1.0
+                largest = max(1.0, out[r], out[r] * of_ref, 1 / of_sampler)
+                out[mu] = min(out[mu], 0.9 / largest)  # clearly below 1
+            elif k not in found and "logp_ref" in self.ids:
+                out[k] = min(out[k], 0.9 / (out[mu] * out[r]))
+            if rho not in found:
+                out[rho] = max(out[rho], 1.1 * out[mu])
         return out
 
     def batch(self, point: Mapping[str, float]) -> Rollouts:
@@ -460,6 +475,31 @@ class Domain:
         """
         for name, ids in self.ids.items():
             trace.introduce(getattr(batch, name), ids)
+
+
+def _move_far(
+    point: dict[str, float],
+    chance: random.Random,
+    most_log_ratio: float,
+    most_log_advantage: float,
+) -> None:
+    """Replace all numbers of a point but π_old by numbers far from common ones.
+
+    Args:
+        point: it is written to.
+        chance: draws the numbers.
+        most_log_ratio: of |log x| of any ratio and entropy.
+        most_log_advantage: of |log |A||.
+    """
+    for name in point:
+        if name[:2] == "mu":
+            continue
+        sign = 1
+        most = most_log_ratio
+        if name[0] == "A":
+            sign = chance.choice((1, -1))
+            most = most_log_advantage
+        point[name] = sign * math.exp(chance.uniform(-most, most))
 
 
 def _each(

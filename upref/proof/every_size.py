@@ -20,7 +20,7 @@ from upref.aggregation import Totals
 from upref.definition import Objective
 from upref.errors import Gone, InputError
 from upref.proof.domain import PROBABILITY, RATIO
-from upref.proof.operators import Operation, shape_of
+from upref.proof.operators import Operation, dimensions_of, shape_of
 from upref.proof.solver import Question, ask
 from upref.proof.trace import NoProof, Trace, tracing
 from upref.proof.values import (
@@ -220,58 +220,90 @@ class Lifted:
         """Stop at an operator that treats 0 apart, as a division and `==` do, where a
         value made of counts may be 0: on batches of some sizes it is.
         """
+        if self._tests_a_count(trace, name, o):
+            trace.stop("compares a count")
+
+    def _tests_a_count(self, trace: Trace, name: str, o: Operation) -> bool:
+        """Tell whether an operator treats 0 apart in a value made of counts that may be 0."""
         v = self.values
 
         def first(argument: str) -> int:
             """Return the id of an argument; all its entries have one."""
             return int(trace.ids(o[argument]).reshape(-1)[0])
 
-        def may_vanish(value: int) -> bool:
-            """Tell whether a value is made of counts, and not known to be above 0."""
-            if not v.varies(value) or v.condition(value) == value:
-                return False
-            return self._is_step(value) and not self._is_above(value)
-
         if name in ("eq", "ne"):
-            gap = v.subtract(first("self"), first("other"))
-            vanishes = may_vanish(gap) and not (
-                v.condition(first("self")) == first("self")
-                and v.condition(first("other")) == first("other")
-            )
-        elif name in ("div", "divide", "true_divide", "xlogy", "addcdiv"):
-            vanishes = may_vanish(first("tensor2" if name == "addcdiv" else "other"))
-        elif name == "pow":
-            vanishes = v.varies(first("exponent")) or may_vanish(first("self"))
-        elif name in OF_TRUTHS:
-            truths = (n for n in OF_TRUTHS[name] if n in o.arguments)
-            vanishes = any(may_vanish(first(n)) for n in truths)
-            if name in ("_to_copy", "copy"):
-                made = o["dtype"] if name == "_to_copy" else o["self"].dtype
-                vanishes &= made is torch.bool
-        else:
-            return
-        if vanishes:
-            trace.stop("compares a count")
+            x, y = first("self"), first("other")
+            if not self._may_vanish(v.subtract(x, y)):
+                return False
+            are_conditions = v.condition(x) == x and v.condition(y) == y
+            return not are_conditions
+        if name == "addcdiv":
+            return self._may_vanish(first("tensor2"))
+        if name in ("div", "divide", "true_divide", "xlogy"):
+            return self._may_vanish(first("other"))
+        if name == "pow":
+            return v.varies(first("exponent")) or self._may_vanish(first("self"))
+        if name in OF_TRUTHS:
+            given = [n for n in OF_TRUTHS[name] if n in o.arguments]
+            if not any(self._may_vanish(first(n)) for n in given):
+                return False
+            # a copy tests whether numbers are 0 only where it makes bools of them
+            if name == "_to_copy":
+                return o["dtype"] is torch.bool
+            if name == "copy":
+                return o["self"].dtype is torch.bool
+            return True
+        return False
+
+    def _may_vanish(self, value: int) -> bool:
+        """Tell whether a value is made of counts, and not known to be above 0."""
+        v = self.values
+        if not v.varies(value) or v.condition(value) == value:
+            return False
+        return self._is_step(value) and not self._is_above(value)
 
     def _refuse_moving_view(self, trace: Trace, name: str, args: Any) -> None:
         """Stop at a view that moves tokens, or leaves some out."""
-        x = args[0]
         if name == "squeeze":
-            dims = args[1:2] if len(args) > 1 else list(range(x.ndim))
-            dims = [
-                d for dim in dims for d in (dim if isinstance(dim, list) else [dim])
-            ]
-            if len(args) < 2 or any(x.shape[d] != 1 for d in dims):
-                trace.stop("squeezes a dimension that may have any size")
-        if name in ("slice", "select"):
+            self._refuse_squeeze(trace, args)
+        elif name in ("slice", "select"):
+            self._refuse_cut(trace, name, args)
+
+    def _refuse_squeeze(self, trace: Trace, args: Any) -> None:
+        """Stop at a squeeze of any dimension that is not named and of size 1.
+
+        Args:
+            trace: of the call.
+            args: the tensor and, where they are named, one dimension or a list of them.
+        """
+        if len(args) > 1:
+            x, dims = args[:2]
+            dims = dims if isinstance(dims, list) else [dims]
+            if all(x.shape[d] == 1 for d in dims):
+                return
+        trace.stop("squeezes a dimension that may have any size")
+
+    def _refuse_cut(self, trace: Trace, name: str, args: Any) -> None:
+        """Stop at a slice of some tokens, or a selection of one, along an axis on which
+        their values depend.
+
+        Args:
+            trace: of the call.
+            name: "slice" or "select".
+            args: the tensor, the dimension, and of a slice start, end and step.
+        """
+        x = args[0]
+        dim = args[1] if len(args) > 1 else 0
+        takes_all = False
+        if name == "slice":
             start, end, step = (*args[2:5], None, None, None)[:3]
-            dim = args[1] if len(args) > 1 else 0
-            is_all = name == "slice" and not start and (end is None or end >= 2**62)
-            axis = self._axes(trace, x)[dim]
-            value = int(trace.ids(x).reshape(-1)[0])
-            alike = not self.dependence(value) & set(axis)
-            if not (is_all and step in (None, 1)) and not alike:
-                trace.stop("takes tokens by their position")
+            is_to_the_end = end is None or end >= 2**62
+            takes_all = not start and is_to_the_end and step in (None, 1)
+        axis = self._axes(trace, x)[dim]
+        value = int(trace.ids(x).reshape(-1)[0])
+        depends = self.dependence(value) & set(axis)
+        if depends and not takes_all:
+            trace.stop("takes tokens by their position")
 
     def _refuse_other_order(self, trace: Trace, before: Tensor, after: Tensor) -> None:
         """Stop at a view that merges or divides dimensions in another order than rows,
@@ -286,27 +318,39 @@ class Lifted:
         """Return the ids of a sum, a mean, any or all over axes: the rule of these
         operators.
         """
-        v, trace = self.values, o.trace
         x = o["self"]
-        dims = o.get("dim")
-        dims = list(range(x.ndim)) if dims in (None, []) else dims
-        dims = [d % max(x.ndim, 1) for d in ([dims] if isinstance(dims, int) else dims)]
-        axes = "".join(self._axes(trace, x)[d] for d in dims) if x.ndim else ""
-        value = int(trace.ids(x).reshape(-1)[0])
-        if o.name in ("any", "all"):
-            inside = v.condition(value)
-            inside = inside if o.name == "any" else v.negation(inside)
-            count = self.total(v.real(inside), axes)
-            found = v.greater(count, v.zero)
-            out = found if o.name == "any" else v.negation(found)
+        dims = dimensions_of(o.get("dim"), x.ndim)
+        axes_of_x = self._axes(o.trace, x)
+        axes = "".join(axes_of_x[d] for d in dims)
+        value = int(o.trace.ids(x).reshape(-1)[0])
+        out = self._reduced(o.name, value, axes)
+        if o.get("keepdim", False):
+            shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
         else:
-            out = self.total(v.real(value), axes)
-            if o.name == "mean":
-                out = v.divide(out, self.total(v.one, axes))
-        shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
-        if not o.get("keepdim", False):
             shape = [n for d, n in enumerate(x.shape) if d not in dims]
         return torch.full(shape, out, dtype=torch.int64)
+
+    def _reduced(self, name: str, value: int, axes: str) -> int:
+        """Return the sum, the mean, any or all of a value over axes. Any holds where the
+        number of tokens at which the value is true is above 0; all holds where the number
+        of those at which it is false is not.
+
+        Args:
+            name: one of REDUCTIONS.
+            value: an id.
+            axes: as of `total`.
+        """
+        v = self.values
+        if name == "any":
+            true = self.total(v.real(v.condition(value)), axes)
+            return v.greater(true, v.zero)
+        if name == "all":
+            false = self.total(v.real(v.negation(v.condition(value))), axes)
+            return v.negation(v.greater(false, v.zero))
+        total = self.total(v.real(value), axes)
+        if name == "sum":
+            return total
+        return v.divide(total, self.total(v.one, axes))
 
     def divided_by_size(self, trace: Trace, x: Tensor, size: int) -> Tensor:
         """Return the ids of a tensor over a size, as torch divides the gradient of a mean.
@@ -339,13 +383,16 @@ class Lifted:
         out = v.zero
         name = OF_ROW if axis == "t" else OF_ROWS
         for monomial, c in v.terms(self._unfolded(value)):
-            is_inner = [axis in self._of_atom(atom) for atom, _ in monomial]
-            inner = [f for f, is_in in zip(monomial, is_inner, strict=True) if is_in]
-            outer = [
-                f for f, is_in in zip(monomial, is_inner, strict=True) if not is_in
-            ]
+            inner = []
+            outer = []
+            for atom, exponent in monomial:
+                if axis in self._of_atom(atom):
+                    inner.append((atom, exponent))
+                else:
+                    outer.append((atom, exponent))
             total = self._swapped(name, v.polynomial_of(tuple(inner), 1))
-            out = v.add(out, v.multiply(v.polynomial_of(tuple(outer), c), total))
+            factor = v.polynomial_of(tuple(outer), c)
+            out = v.add(out, v.multiply(factor, total))
         return out
 
     def _swapped(self, name: str, body: int) -> int:
@@ -353,13 +400,27 @@ class Lifted:
         both, the sum over columns is the inner one, in whichever order they were taken.
         """
         v = self.values
-        terms = v.terms(body)
-        if name == OF_ROW and len(terms) == 1 and len(terms[0][0]) == 1:
-            atom, e = terms[0][0][0]
-            kind = v.atoms[atom]
-            if e == 1 and isinstance(kind, Function) and kind.name == OF_ROWS:
-                return v.total(OF_ROWS, self._over(kind.argument, "t"))
+        summed = self._summed_over_rows(body) if name == OF_ROW else None
+        if summed is not None:
+            return v.total(OF_ROWS, self._over(summed, "t"))
         return v.total(name, body)
+
+    def _summed_over_rows(self, body: int) -> int | None:
+        """Return the formula of which a value is the sum over the rows; None where the
+        value is anything else.
+        """
+        v = self.values
+        terms = v.terms(body)
+        if len(terms) != 1:
+            return None
+        monomial, _ = terms[0]
+        if len(monomial) != 1:
+            return None
+        atom, exponent = monomial[0]
+        kind = v.atoms[atom]
+        if exponent == 1 and isinstance(kind, Function) and kind.name == OF_ROWS:
+            return kind.argument
+        return None
 
     def _unfolded(self, value: int) -> int:
         """Return a value with its choices as products of conditions, so that sums of it

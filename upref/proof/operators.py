@@ -69,21 +69,21 @@ def shape_of(func: Any) -> Shape:
     schema = func._schema
     name = schema.name.partition("::")[2]
     in_place = name.endswith("_") and not name.endswith("__")
+    written = []
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(argument.name)
     returns = [r.alias_info for r in schema.returns]
     is_view = bool(returns) and all(a is not None and not a.is_write for a in returns)
     # squeeze_ and its like change no number; resize_ does
     is_view |= torch.Tag.inplace_view in func.tags and not name.startswith("resize")
     return Shape(
-        name[:-1] if in_place else name,
-        tuple(a.name for a in schema.arguments),
-        {a.name: a.default_value for a in schema.arguments},
-        tuple(
-            a.name
-            for a in schema.arguments
-            if a.alias_info is not None and a.alias_info.is_write
-        ),
-        is_view,
-        torch.Tag.nondeterministic_seeded in func.tags,
+        name=name[:-1] if in_place else name,
+        names=tuple(a.name for a in schema.arguments),
+        defaults={a.name: a.default_value for a in schema.arguments},
+        written=tuple(written),
+        is_view=is_view,
+        is_random=torch.Tag.nondeterministic_seeded in func.tags,
     )
 
 
@@ -212,26 +212,40 @@ def along(of: Callable[[list[int]], Any], ids: Tensor, dims: Any, keep: bool) ->
     Returns:
         Ids, in the shape that is left.
     """
-    if dims is None or dims == []:
-        dims = list(range(ids.ndim))
-    dims = [dims] if isinstance(dims, int) else list(dims)
-    dims = [d % max(ids.ndim, 1) for d in dims] if ids.ndim else []
-    rest = [d for d in range(ids.ndim) if d not in dims]
+    reduced = dimensions_of(dims, ids.ndim)
+    rest = [d for d in range(ids.ndim) if d not in reduced]
     sizes_left = [ids.shape[d] for d in rest]
+    # the dimensions that are reduced become the last one; a single number is a row of one
     if ids.ndim:
-        # the dimensions that are reduced become the last one
-        rows = ids.permute(*rest, *dims).reshape(*sizes_left, -1)
+        rows = ids.permute(*rest, *reduced).reshape(*sizes_left, -1)
     else:
         rows = ids.reshape(1)
     if rows.numel():
         flat = rows.reshape(-1, rows.shape[-1])
-    else:
+    else:  # as many rows, each of them empty
         flat = rows.new_zeros(math.prod(sizes_left), 0)
     out = torch.tensor([of(row) for row in flat.tolist()], dtype=torch.int64)
-    shape = [1 if d in dims else n for d, n in enumerate(ids.shape)]
-    if not keep:
-        shape = [n for d, n in enumerate(ids.shape) if d not in dims]
+    if keep:
+        shape = [1 if d in reduced else n for d, n in enumerate(ids.shape)]
+    else:
+        shape = sizes_left
     return out.view(shape)
+
+
+def dimensions_of(dims: Any, ndim: int) -> list[int]:
+    """Return numbers of dimensions, each counted from the front; all of them for None
+    and [].
+
+    Args:
+        dims: one number or several.
+        ndim: how many dimensions the tensor has.
+    """
+    if ndim == 0:
+        return []
+    if dims is None or dims == []:
+        return list(range(ndim))
+    given = [dims] if isinstance(dims, int) else list(dims)
+    return [d % ndim for d in given]
 
 
 def add_all(values: Values, ids: Sequence[int]) -> int:
@@ -508,18 +522,24 @@ def _quotient(o: Operation, x: int, y: int) -> int:
     """
     v = o.values
     if y == v.zero:
-        if x in (v.zero, v.nan):
-            return v.nan
-        if v.special(x):
-            return x
-        sign = v.sign_of(x)
-        if sign is None:
-            o.trace.stop("divides by 0")
-        return v.inf if sign and sign > 0 else v.minus_inf
+        return _quotient_by_zero(o, x)
     divisor = v.constant(y)
     if divisor is None and not v.special(y):
         must_differ(o, y)
     return v.divide(x, y)
+
+
+def _quotient_by_zero(o: Operation, x: int) -> int:
+    """Return x / 0, as `_quotient` does."""
+    v = o.values
+    if x in (v.zero, v.nan):
+        return v.nan
+    if v.special(x):
+        return x
+    sign = v.sign_of(x)
+    if sign is None:
+        o.trace.stop("divides by 0")
+    return v.inf if sign and sign > 0 else v.minus_inf
 
 
 def must_differ(o: Operation, x: int) -> None:
@@ -1085,15 +1105,32 @@ def _put_extremes(
     if ids.ndim == 0:
         _put_answer(o, ids)
         return (None,)
-    index = places if keep else places.unsqueeze(dim)
-    picked = ids.gather(dim, index)
-    rows = ids.movedim(dim, -1).reshape(-1, ids.shape[dim]).tolist()
-    found = picked.movedim(dim, -1).reshape(-1).tolist()
-    for row, x in zip(rows, found, strict=True):
-        for y in row:
-            o.trace.order(*((y, x) if largest else (x, y)))
+    picked = ids.gather(dim, places if keep else places.unsqueeze(dim))
+    _order_beside_extremes(o, ids, picked, dim, largest)
     _put_answer(o, picked if keep else picked.squeeze(dim))
     return (None,)
+
+
+def _order_beside_extremes(
+    o: Operation, ids: Tensor, picked: Tensor, dim: int, largest: bool
+) -> None:
+    """Make it steps of the path that picked values are the extremes along a dimension.
+
+    Args:
+        o: the call.
+        ids: all values.
+        picked: one for each row along the dimension, which has size 1.
+        dim: the dimension.
+        largest: the picked values are the largest, not the smallest.
+    """
+    rows = ids.movedim(dim, -1).reshape(-1, ids.shape[dim]).tolist()
+    extremes = picked.movedim(dim, -1).reshape(-1).tolist()
+    for row, extreme in zip(rows, extremes, strict=True):
+        for other in row:
+            if largest:
+                o.trace.order(other, extreme)
+            else:
+                o.trace.order(extreme, other)
 
 
 def _put_answer(o: Operation, ids: Tensor) -> None:
@@ -1118,10 +1155,7 @@ def _place(o: Operation) -> Any:
     else:
         places = o.answer.unsqueeze(dim)
     picked = ids.gather(dim, places)
-    rows = ids.movedim(dim, -1).reshape(-1, ids.shape[dim]).tolist()
-    for row, x in zip(rows, picked.movedim(dim, -1).reshape(-1).tolist(), strict=True):
-        for y in row:
-            o.trace.order(*((y, x) if o.name == "argmax" else (x, y)))
+    _order_beside_extremes(o, ids, picked, dim, largest=o.name == "argmax")
     return (None,)
 
 
@@ -1139,15 +1173,14 @@ def _sort(o: Operation) -> Any:
     dim = -1 if dim is None else dim
     ids = o.ids("self")
     order = o.trace.numbers(o["self"]).sort(dim=dim, stable=True).indices
-    for row in (
-        ids.gather(dim, order).movedim(dim, -1).reshape(-1, ids.shape[dim]).tolist()
-    ):
+    ordered = ids.gather(dim, order).movedim(dim, -1)
+    for row in ordered.reshape(-1, ids.shape[dim]).tolist():
         for x, y in pairwise(row):
             o.trace.order(x, y)
     if o.name == "argsort":
-        return (None,)
+        return (None,)  # its answer is places alone
     places = o.answer[1]
-    if places.ndim < ids.ndim:
+    if places.ndim < ids.ndim:  # kthvalue and median leave the dimension out
         places = places.unsqueeze(dim)
     picked = ids.gather(dim, places)
     _put_answer(o, picked.reshape(o.answer[0].shape))
@@ -1402,9 +1435,9 @@ def _add_at(o: Operation, ids: Tensor, targets: Tensor, added: Tensor) -> Tensor
         added: ids of the values, in the same shape.
     """
     flat = ids.reshape(-1).tolist()
-    for place, x in zip(
-        targets.reshape(-1).tolist(), added.reshape(-1).tolist(), strict=True
-    ):
+    places = targets.reshape(-1).tolist()
+    values = added.reshape(-1).tolist()
+    for place, x in zip(places, values, strict=True):
         flat[place] = o.values.add(flat[place], x)
     return torch.tensor(flat, dtype=torch.int64).view(ids.shape)
 
@@ -1451,17 +1484,18 @@ def _scatter_reduce(o: Operation) -> Tensor:
     if not index.numel():
         return ids.clone()
     targets, source = _scattered(o, index)
+    places = targets.reshape(-1).tolist()
+    values = source.reshape(-1).tolist()
     flat = ids.reshape(-1).tolist()
-    gathered: dict[int, list[int]] = {}
-    for place, x in zip(
-        targets.reshape(-1).tolist(), source.reshape(-1).tolist(), strict=True
-    ):
-        own = [flat[place]] if o.get("include_self", True) else []
-        gathered.setdefault(place, own).append(x)
-    for place, parts in gathered.items():
-        flat[place] = reduce(reductions[how], parts)
+    lots: dict[int, list[int]] = {}  # the values that go to each place
+    for place, x in zip(places, values, strict=True):
+        if place not in lots:
+            lots[place] = [flat[place]] if o.get("include_self", True) else []
+        lots[place].append(x)
+    for place, lot in lots.items():
+        flat[place] = reduce(reductions[how], lot)
         if how == "mean":
-            flat[place] = v.scale(flat[place], Fraction(1, len(parts)))
+            flat[place] = v.scale(flat[place], Fraction(1, len(lot)))
     return torch.tensor(flat, dtype=torch.int64).view(ids.shape)
 
 

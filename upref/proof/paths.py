@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -361,39 +362,58 @@ class Search:
             raise NoProof("a branch is decided by rounding")
         for number, point in enumerate(self._points_of(conditions, path.point)):
             batch = self.domain.batch(point)
-            compared = [(self.function, path.found)]
+            compared = [(self.function, path.found, "its result")]
             if number < self.limits.reference_points:
-                compared.append((self.reference, path.expected))
-            for of, ids in compared:
+                reference = (self.reference, path.expected, "the reference's result")
+                compared.append(reference)
+            for of, ids, whose in compared:
                 numbers = of(batch, _scale(point))
                 formulas = self._numbers(ids, point)
                 if not numbers.isfinite().all():
-                    self._must_be_finite(path, point)
-                    is_own = of is self.function
-                    whose = "its result" if is_own else "the reference's result"
-                    raise NoProof(
-                        f"{whose} is not finite where it was run ({self.domain.describe(point)})"
-                    )
-                if not formulas.isfinite().all():
-                    continue  # a float overflows in the formula alone
-                gap = (numbers.double() - formulas).abs().max().item()
-                size = max(formulas.abs().max().item(), self.domain.magnitude(batch))
-                if not gap <= tolerance * size:
-                    raise NoProof(
-                        "its numbers do not follow from its inputs alone, as where it keeps a state, "
-                        "draws random numbers, or takes a value out of torch"
-                    )
+                    self._refuse_infinite(path, point, whose)
+                self._must_be_near(numbers, formulas, batch, tolerance)
 
-    def _must_be_finite(self, path: Path, point: dict[str, float]) -> None:
-        """Raise Differs where the reference alone is finite at the witness, if numbers of
-        the domain cannot overflow.
+    def _must_be_near(
+        self, numbers: Tensor, formulas: Tensor, batch: Rollouts, tolerance: float
+    ) -> None:
+        """Raise NoProof unless the numbers of formulas are those of a function, up to a
+        tolerance relative to them. Where a float overflows in a formula, nothing is
+        compared.
+
+        Args:
+            numbers: finite ones, as the function computed them.
+            formulas: the same, as the formulas give them.
+            batch: on which both were computed.
+            tolerance: relative.
         """
-        if point is not path.point or not self.domain.is_moderate:
+        if not formulas.isfinite().all():
             return
-        batch, scale = self.domain.batch(point), _scale(point)
-        expected, found = self.reference(batch, scale), self.function(batch, scale)
-        if expected.isfinite().all() and not found.isfinite().all():
-            raise Differs(Counterexample(batch, expected, found, point))
+        gap = (numbers.double() - formulas).abs().max().item()
+        size = max(formulas.abs().max().item(), self.domain.magnitude(batch))
+        if not gap <= tolerance * size:
+            raise NoProof(
+                "its numbers do not follow from its inputs alone, as where it keeps a state, "
+                "draws random numbers, or takes a value out of torch"
+            )
+
+    def _refuse_infinite(
+        self, path: Path, point: dict[str, float], whose: str
+    ) -> NoReturn:
+        """Raise NoProof for a result that is not finite; Differs where that of the
+        reference is finite at the witness, if numbers of the domain cannot overflow.
+
+        Args:
+            path: that of the point.
+            point: at which the function was run.
+            whose: the result, in words.
+        """
+        if point is path.point and self.domain.is_moderate:
+            batch, scale = self.domain.batch(point), _scale(point)
+            expected, found = self.reference(batch, scale), self.function(batch, scale)
+            if expected.isfinite().all() and not found.isfinite().all():
+                raise Differs(Counterexample(batch, expected, found, point))
+        at = self.domain.describe(point)
+        raise NoProof(f"{whose} is not finite where it was run ({at})")
 
     def _points_of(
         self, conditions: list[int], witness: dict[str, float]
@@ -476,13 +496,9 @@ class Search:
         the reference; equal pairs are compared once. Raise NoProof where one is
         infinite or NaN.
         """
-        pairs = dict.fromkeys(
-            zip(
-                path.found.reshape(-1).tolist(),
-                path.expected.reshape(-1).tolist(),
-                strict=True,
-            )
-        )
+        all_found = path.found.reshape(-1).tolist()
+        all_expected = path.expected.reshape(-1).tolist()
+        pairs = dict.fromkeys(zip(all_found, all_expected, strict=True))
         for found, expected in pairs:
             for step in path.steps:
                 found = self.values.given(found, step.condition, step.holds)
@@ -529,14 +545,15 @@ class Search:
                 scale = _scale(plain)
                 expected = self.reference(batch, scale)
                 found = self.function(batch, scale)
-                if self.differs(expected, found, batch):
-                    bounds = tuple(bounds_in(self.values, conditions))
-                    # bounds of one token explain nothing where others matter too
-                    if self._differs_at_ordinary_points() or not self._is_of_one_token(
-                        expected, found, plain
-                    ):
-                        bounds = ()
-                    return Counterexample(batch, expected, found, plain, bounds)
+                if not self.differs(expected, found, batch):
+                    continue
+                bounds = tuple(bounds_in(self.values, conditions))
+                # bounds of one token explain nothing where others matter too
+                if self._differs_at_ordinary_points() or not self._is_of_one_token(
+                    expected, found, plain
+                ):
+                    bounds = ()
+                return Counterexample(batch, expected, found, plain, bounds)
         return None
 
     def _differs_at_ordinary_points(self) -> bool:
@@ -567,12 +584,12 @@ class Search:
         _, columns = self.domain.pattern.shape
         row, column = divmod(index % math.prod(self.domain.pattern.shape), columns)
         # variables are named by a letter, a row and a column: r0_1, or A0 of a response
-        own = {
-            name: x
-            for name, x in point.items()
-            if name.removeprefix(name.rstrip("0123456789_"))
-            in (f"{row}", f"{row}_{column}")
-        }
+        own_places = (f"{row}", f"{row}_{column}")
+        own = {}
+        for name, number in point.items():
+            letters = name.rstrip("0123456789_")
+            if name.removeprefix(letters) in own_places:
+                own[name] = number
         for seed in range(BESIDE_OTHERS):
             moved = self.domain.complete(self.domain.draw(50 + seed), own)
             batch, scale = self.domain.batch(moved), _scale(point)

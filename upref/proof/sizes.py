@@ -120,13 +120,14 @@ class Sizes:
                 is_id = name in ("eq", "ne") and number in self.ids
                 if isinstance(number, int | float) and not is_id:
                     self.add(abs(number), line())
-        elif name == "_to_copy" and dtype in LARGEST:
-            if args[0].dtype is not torch.bool:
-                self.add(LARGEST[dtype], line())
-        elif name in ADDS and dtype in LARGEST:
+        # a type that holds no larger count
+        is_cast = name == "_to_copy" and args[0].dtype is not torch.bool
+        if dtype in LARGEST and (is_cast or name in ADDS):
             self.add(LARGEST[dtype], line())
-        if tensors and (number := self._compared(name, args, kwargs)):
-            self.add(number, line())
+        if tensors:
+            number = self._compared(name, args, kwargs)
+            if number:
+                self.add(number, line())
 
     def _compared(self, name: str, args: Any, kwargs: Any) -> float:
         """Return the number with which an operator compares constants; 0 where it
@@ -135,19 +136,23 @@ class Sizes:
         x = args[0]
         if not isinstance(x, Tensor) or x.dtype is torch.bool or x.is_complex():
             return 0
+        is_whole = not x.is_floating_point()
+        is_equality = name in ("eq", "ne")
+        others: list[Any]  # what the numbers of x are compared with
         if name in TWO:
             others = [y for y in (*args[1:], *kwargs.values()) if _is_real(y)]
-            if name in ("eq", "ne") and not x.is_floating_point():
-                return 0  # ids of prompts
         elif name in ROUNDS or (name == "_to_copy" and _loses_digits(x, kwargs)):
             others = [1.0]
         elif name in BENDS:
             others = [0.0]
         else:
             return 0
-        is_whole = not x.is_floating_point()
-        pairs = [pair for y in others for pair in _pairs(x, y)]
-        if name in ("eq", "ne"):
+        if is_equality and is_whole:
+            return 0  # ids of prompts
+        pairs: list[tuple[float, float]] = []
+        for other in others:
+            pairs += _pairs(x, other)
+        if is_equality:
             pairs = [pair for pair in pairs if not self.ids.issuperset(pair)]
         return self.threshold(pairs, is_whole)
 
@@ -162,12 +167,15 @@ class Sizes:
         most = max(SMALLEST, self.tokens + 1)
         found = [0.0]
         for x, y in pairs:
-            p, q = abs(x), abs(y)
-            found += [n for n in (p, q) if most < n < LARGEST_SIZE]
-            if not is_whole and p and most < q / p < LARGEST_RATIO:
-                found.append(q / p)
-            if not is_whole and q and max(most, CLEARLY) < p / q < MOST_TOKENS:
-                found.append(p / q)
+            size, bound = abs(x), abs(y)
+            found += [n for n in (size, bound) if most < n < LARGEST_SIZE]
+            if is_whole:
+                continue
+            # a quotient of a size turns where the size is larger by this factor
+            if size and most < bound / size < LARGEST_RATIO:
+                found.append(bound / size)
+            if bound and max(most, CLEARLY) < size / bound < MOST_TOKENS:
+                found.append(size / bound)
         return round(max(found))
 
     def note_places(

@@ -255,28 +255,41 @@ class Text:
 
     def _find_roots(self, conditions: list[int]) -> None:
         """Find by which root each variable is written, so that all powers are whole."""
-        todo, seen = list(conditions), set()
+        todo = list(conditions)
+        seen: set[int] = set()
         while todo:
             node_id = todo.pop()
             if node_id in seen:
                 continue
             seen.add(node_id)
             node = self.values.nodes[node_id]
-            if isinstance(node, Branch):
-                todo += [node.comparison, node.yes, node.no]
-            elif isinstance(node, Compare):
-                todo.append(node.polynomial)
-            elif isinstance(node, Polynomial):
-                for monomial, _ in node.terms:
-                    for atom, exponent in monomial:
-                        root = math.lcm(self.roots.get(atom, 1), exponent.denominator)
-                        if root <= LARGEST_ROOT:
-                            self.roots[atom] = root
-                        kind = self.values.atoms[atom]
-                        if isinstance(kind, Choice):
-                            todo += [kind.condition, kind.yes, kind.no]
-                        elif isinstance(kind, Function) and kind.name not in TOTALS:
-                            todo.append(kind.argument)
+            match node:
+                case Branch():
+                    todo += [node.comparison, node.yes, node.no]
+                case Compare():
+                    todo.append(node.polynomial)
+                case Polynomial():
+                    for monomial, _ in node.terms:
+                        for atom, exponent in monomial:
+                            self._note_exponent(atom, exponent)
+                            todo += self._nodes_within(atom)
+
+    def _note_exponent(self, atom: int, exponent: Fraction) -> None:
+        """Write an atom by a root of which this power of it is a whole one too, unless
+        the root is above LARGEST_ROOT.
+        """
+        root = math.lcm(self.roots.get(atom, 1), exponent.denominator)
+        if root <= LARGEST_ROOT:
+            self.roots[atom] = root
+
+    def _nodes_within(self, atom: int) -> list[int]:
+        """Return the nodes that are written in the definition of an atom."""
+        kind = self.values.atoms[atom]
+        if isinstance(kind, Choice):
+            return [kind.condition, kind.yes, kind.no]
+        if isinstance(kind, Function) and kind.name not in TOTALS:
+            return [kind.argument]
+        return []
 
     # ---- nodes -----------------------------------------------------------------------
     def node(self, node_id: int) -> str:

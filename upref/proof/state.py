@@ -27,7 +27,7 @@ from types import (
     MethodType,
     ModuleType,
 )
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,6 +70,36 @@ class Kept:
     is_length: bool = field(default=False, compare=False)
 
 
+class Part(NamedTuple):
+    """A thing that an object holds.
+
+    Attributes:
+        label: what its name has after that of the object.
+        held: itself.
+        write: puts another one in its place; None where that is not possible.
+    """
+
+    label: str
+    held: Any
+    write: Write | None = None
+
+
+class Reached(NamedTuple):
+    """An object that a function can reach, before it is looked at.
+
+    Attributes:
+        name: how it is reached.
+        held: itself.
+        write: puts another one in its place; None where that is not possible.
+        depth: how many objects lie between the function and it.
+    """
+
+    name: str
+    held: Any
+    write: Write | None
+    depth: int
+
+
 def kept(function: Any) -> dict[str, Kept]:
     """Return what a function can reach that may be a state, by its name.
 
@@ -81,30 +111,44 @@ def kept(function: Any) -> dict[str, Kept]:
     """
     out: dict[str, Kept] = {}
     seen: dict[int, Any] = {}  # by ids, which stay theirs as long as these are held
-    todo: deque[tuple[str, Any, Write | None, int]] = deque([("it", function, None, 0)])
+    todo = deque([Reached("it", function, None, 0)])
     while todo:
         if len(seen) >= MOST:
             out[MORE] = Kept("", None, None)
             break
         name, x, write, depth = todo.popleft()
-        found = _snapshot(x)
-        if found is not None:
+        parts: Iterator[Part]
+        value = _snapshot(x)
+        if value is not None:
             while name in out:  # a part of another kind has this name
                 name += "'"
             is_chance = _state_of_generator(x) is not None
-            out[name] = Kept(found, x, write, is_chance)
-            if isinstance(x, Tensor):
-                todo += [(f"{name}{m}", p, w, depth + 1) for m, p, w in _beside(x)]
-        elif id(x) not in seen and depth < DEEPEST:
+            out[name] = Kept(value, x, write, is_chance)
+            parts = _beside(x) if isinstance(x, Tensor) else iter(())
+        elif id(x) in seen or depth >= DEEPEST:
+            continue
+        else:
             seen[id(x)] = x
-            if isinstance(x, list | deque):
-                out[f"{LENGTH}{name}"] = Kept(len(x), x, None, is_length=True)
-                if len(x) > MOST_ENTRIES:
-                    rest = _numbers_beyond(x)
-                    out[f"{name}[{MOST_ENTRIES}:]"] = Kept(rest, x, None)
-            elif isinstance(x, dict | set) and CACHED not in name:
-                out[f"{KEYS}{name}"] = Kept(len(x), x, None)
-            todo += [(f"{name}{m}", p, w, depth + 1) for m, p, w in _parts(x)]
+            out |= _lengths(name, x)
+            parts = _parts(x)
+        for part in parts:
+            reached = f"{name}{part.label}"
+            todo.append(Reached(reached, part.held, part.write, depth + 1))
+    return out
+
+
+def _lengths(name: str, x: Any) -> dict[str, Kept]:
+    """Return the length of a list, and a number for its entries beyond MOST_ENTRIES; of
+    a dict or a set outside of caches, how many keys it has; {} of anything else.
+    """
+    out: dict[str, Kept] = {}
+    if isinstance(x, list | deque):
+        out[f"{LENGTH}{name}"] = Kept(len(x), x, None, is_length=True)
+        if len(x) > MOST_ENTRIES:
+            rest = _numbers_beyond(x)
+            out[f"{name}[{MOST_ENTRIES}:]"] = Kept(rest, x, None)
+    elif isinstance(x, dict | set) and CACHED not in name:
+        out[f"{KEYS}{name}"] = Kept(len(x), x, None)
     return out
 
 
@@ -148,108 +192,167 @@ def _state_of_generator(x: Any) -> Any:
     return None
 
 
-def _parts(x: Any) -> Iterator[tuple[str, Any, Write | None]]:
-    """Yield what an object holds: the end of the part's name, the part, and a function
-    that puts another one in its place, None where that is not possible. Of a list, only
-    the first MOST_ENTRIES; nothing of a module, or of an object without attributes.
+def _parts(x: Any) -> Iterator[Part]:
+    """Yield what an object holds. Of a list, that is only its first MOST_ENTRIES; of a
+    module, or of an object without attributes, nothing.
     """
-    if isinstance(x, list | deque):
-        for n, part in enumerate(itertools.islice(x, MOST_ENTRIES)):
-            yield f"[{n}]", part, partial(x.__setitem__, n)
-    elif isinstance(x, partial):
-        yield from (("", part, None) for part in (x.func, x.args, x.keywords))
-    elif isinstance(x, BuiltinFunctionType):
-        if not isinstance(x.__self__, ModuleType | type | None):
-            yield "", x.__self__, None
-    elif isinstance(x, _Cache):
-        yield "", x.__wrapped__, None
-        # entries of the cache that may change; that it has more is no change of the function
-        for part in gc.get_referents(x):
-            if isinstance(part, list | deque | dict | set | Tensor | np.ndarray):
-                yield f"{CACHED} (entry {id(part)})", part, None
-    elif isinstance(x, dict):
-        for key, part in list(x.items()):
-            yield f"[{str(key)[:40]}]", part, partial(x.__setitem__, key)
-    elif isinstance(x, tuple | set | frozenset):
-        yield from ((f"[{n}]", part, None) for n, part in enumerate(list(x)))
-    elif isinstance(x, MethodType):
-        yield from (("", x.__func__, None), ("", x.__self__, None))
+    if isinstance(x, list | deque | dict | tuple | set | frozenset):
+        yield from _entries(x)
     elif isinstance(x, FunctionType):
-        if is_of_user(x.__code__):
-            yield from _named(x)
-            yield " default", x.__defaults__, None
-            yield " default", x.__kwdefaults__, None
-            yield ".", vars(x), None
-        names = x.__code__.co_freevars
-        for name, cell in zip(names, x.__closure__ or (), strict=True):
-            try:
-                label = f" > {name}" if is_of_user(x.__code__) else ""
-                write = partial(setattr, cell, "cell_contents")
-                yield label, cell.cell_contents, write
-            except ValueError:  # empty
-                continue
-    elif isinstance(x, property):
-        parts = {"": x.fget, " set": x.fset, " deleted": x.fdel}
-        yield from ((label, part, None) for label, part in parts.items())
-    elif isinstance(x, staticmethod | classmethod):
-        yield "", x.__func__, None
+        yield from _parts_of_function(x)
+    elif isinstance(x, partial | BuiltinFunctionType | MethodType):
+        yield from _bound(x)
+    elif isinstance(x, property | staticmethod | classmethod):
+        yield from _functions_within(x)
+    elif isinstance(x, _Cache):
+        yield from _parts_of_cache(x)
     elif isinstance(x, ContextVar):
-        yield "", x.get(None), x.set
+        yield Part("", x.get(None), x.set)
     elif isinstance(x, Iterator) and type(x).__module__ in ITERATORS:
         yield from _parts_of_iterator(x)
     elif isinstance(x, weakref.ref):
-        yield "", x(), None
+        yield Part("", x())
     elif isinstance(x, type):
-        if _is_class_of_user(x):
-            yield from _attributes(x)
-            for kind in (*x.__bases__, type(x)):
-                yield f".{kind.__name__}", kind, None
-    elif not isinstance(x, ModuleType) and (
-        hasattr(x, "__dict__") or hasattr(type(x), "__slots__")
-    ):
-        yield f".{type(x).__name__}", type(x), None
+        yield from _parts_of_class(x)
+    elif isinstance(x, ModuleType):
+        return
+    elif hasattr(x, "__dict__") or hasattr(type(x), "__slots__"):
+        yield Part(f".{type(x).__name__}", type(x))
         yield from _attributes(x)
 
 
-def _attributes(x: Any) -> Iterator[tuple[str, Any, Write | None]]:
-    """Yield the attributes of an object, as `_parts` does."""
+def _entries(x: Any) -> Iterator[Part]:
+    """Yield the first MOST_ENTRIES of a list or deque, or all entries of a dict, a tuple
+    or a set.
+    """
+    if isinstance(x, list | deque):
+        for n, entry in enumerate(itertools.islice(x, MOST_ENTRIES)):
+            yield Part(f"[{n}]", entry, partial(x.__setitem__, n))
+    elif isinstance(x, dict):
+        for key, entry in list(x.items()):
+            yield Part(f"[{str(key)[:40]}]", entry, partial(x.__setitem__, key))
+    else:
+        for n, entry in enumerate(list(x)):
+            yield Part(f"[{n}]", entry)
+
+
+def _bound(x: Any) -> Iterator[Part]:
+    """Yield the function and the arguments of a partial, the function and the object of
+    a method, and the object of a method that is written in C.
+    """
+    if isinstance(x, partial):
+        yield Part("", x.func)
+        yield Part("", x.args)
+        yield Part("", x.keywords)
+    elif isinstance(x, MethodType):
+        yield Part("", x.__func__)
+        yield Part("", x.__self__)
+    elif not isinstance(x.__self__, ModuleType | type | None):
+        yield Part("", x.__self__)
+
+
+def _functions_within(x: Any) -> Iterator[Part]:
+    """Yield the functions of a property, or that of a static method or class method."""
+    if isinstance(x, property):
+        yield Part("", x.fget)
+        yield Part(" set", x.fset)
+        yield Part(" deleted", x.fdel)
+    else:
+        yield Part("", x.__func__)
+
+
+def _parts_of_cache(x: Any) -> Iterator[Part]:
+    """Yield the function that a cache wraps, and the entries of the cache that may
+    change. That the cache has more entries than before is no change of the function.
+    """
+    yield Part("", x.__wrapped__)
+    for entry in gc.get_referents(x):
+        if isinstance(entry, list | deque | dict | set | Tensor | np.ndarray):
+            yield Part(f"{CACHED} (entry {id(entry)})", entry)
+
+
+def _parts_of_function(function: FunctionType) -> Iterator[Part]:
+    """Yield what a function has from the functions around it; of the user's, also what
+    it names, its defaults and its attributes.
+    """
+    is_user = is_of_user(function.__code__)
+    if is_user:
+        yield from _named(function)
+        yield Part(" default", function.__defaults__)
+        yield Part(" default", function.__kwdefaults__)
+        yield Part(".", vars(function))
+    names = function.__code__.co_freevars
+    for name, cell in zip(names, function.__closure__ or (), strict=True):
+        try:
+            held = cell.cell_contents
+        except ValueError:  # the variable has no value yet
+            continue
+        label = f" > {name}" if is_user else ""
+        yield Part(label, held, partial(setattr, cell, "cell_contents"))
+
+
+def _parts_of_class(kind: type) -> Iterator[Part]:
+    """Yield the attributes, the bases and the metaclass of a class of the user; nothing
+    of any other class.
+    """
+    if not _is_class_of_user(kind):
+        return
+    yield from _attributes(kind)
+    for other in (*kind.__bases__, type(kind)):
+        yield Part(f".{other.__name__}", other)
+
+
+def _attributes(x: Any) -> Iterator[Part]:
+    """Yield the attributes of an object, those in slots too."""
     for name, part in list(getattr(x, "__dict__", {}).items()):
-        yield f".{name}", part, partial(setattr, x, name)
+        yield Part(f".{name}", part, partial(setattr, x, name))
     if isinstance(x, type):
         return
     for kind in type(x).__mro__:
         slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+        names = (slots,) if isinstance(slots, str) else tuple(slots)
+        for name in names:
             if name.startswith("__") and not name.endswith("__"):
                 name = f"_{kind.__name__.lstrip('_')}{name}"  # as Python names it
             if hasattr(x, name):
-                yield f".{name}", getattr(x, name), partial(setattr, x, name)
+                yield Part(f".{name}", getattr(x, name), partial(setattr, x, name))
 
 
-def _beside(x: Tensor) -> Iterator[tuple[str, Any, Write | None]]:
+def _beside(x: Tensor) -> Iterator[Part]:
     """Yield what a tensor has beside its numbers: attributes, and the gradient of a leaf."""
     if x.is_leaf and x.grad is not None:
-        yield ".grad", x.grad, None
+        yield Part(".grad", x.grad)
     for name, part in list(vars(x).items()):
-        yield f".{name}", part, partial(setattr, x, name)
+        yield Part(f".{name}", part, partial(setattr, x, name))
 
 
-def _parts_of_iterator(x: Any) -> Iterator[tuple[str, Any, Write | None]]:
-    """Yield how far an iterator went, and what it goes through, as `_parts` does. Nothing
-    of it can be replaced.
+def _parts_of_iterator(x: Any) -> Iterator[Part]:
+    """Yield how far an iterator went, and what it goes through. Nothing of it can be
+    replaced.
     """
     if isinstance(x, GeneratorType):
-        frame = x.gi_frame
-        yield " at", frame.f_lasti if frame else -1, None
-        for name, part in list(frame.f_locals.items()) if frame else ():
-            yield f" > {name}", part, None
-        yield " from", x.gi_yieldfrom, None
+        yield from _parts_of_generator(x)
         return
     try:
         state = x.__reduce__()
     except TypeError:
         state = (next(_LOOKS),)  # it may have gone on since the last look
-    yield from ((f" part {n}", part, None) for n, part in enumerate(state))
+    for n, part in enumerate(state):
+        yield Part(f" part {n}", part)
+
+
+def _parts_of_generator(x: Any) -> Iterator[Part]:
+    """Yield at which instruction a generator stands, its variables, and the iterator
+    that it yields from. One that has ended has no frame, so no variables.
+    """
+    frame = x.gi_frame
+    if frame is None:
+        yield Part(" at", -1)
+    else:
+        yield Part(" at", frame.f_lasti)
+        for name, part in list(frame.f_locals.items()):
+            yield Part(f" > {name}", part)
+    yield Part(" from", x.gi_yieldfrom)
 
 
 _LOOKS = itertools.count()
@@ -266,27 +369,28 @@ def _is_class_of_user(kind: type) -> bool:
     return module is None or bool(is_file_of_user)
 
 
-def _named(function: FunctionType) -> Iterator[tuple[str, Any, Write | None]]:
+def _named(function: FunctionType) -> Iterator[Part]:
     """Yield what a function names: of its module, of modules that it imports, and of
     modules and classes among these, of which anybody may set attributes.
     """
     names = _names_in(function)
     own = function.__globals__
-    todo: list[tuple[str, Any, Write | None]] = []
+    todo: list[Part] = []
     for name in sorted(names):
         if name in own:
-            todo.append((f" > {name}", own[name], partial(own.__setitem__, name)))
+            todo.append(Part(f" > {name}", own[name], partial(own.__setitem__, name)))
         elif name in sys.modules:
-            todo.append((f" > {name}", sys.modules[name], None))
+            todo.append(Part(f" > {name}", sys.modules[name]))
     seen: set[int] = set()
     while todo:
-        label, part, write = todo.pop()
-        yield label, part, write
-        if isinstance(part, ModuleType | type) and id(part) not in seen:
-            seen.add(id(part))
-            for name in sorted(names & vars(part).keys()):
-                inner = vars(part)[name]
-                todo.append((f"{label}.{name}", inner, partial(setattr, part, name)))
+        part = todo.pop()
+        yield part
+        held = part.held
+        if isinstance(held, ModuleType | type) and id(held) not in seen:
+            seen.add(id(held))
+            for name in sorted(names & vars(held).keys()):
+                write = partial(setattr, held, name)
+                todo.append(Part(f"{part.label}.{name}", vars(held)[name], write))
 
 
 def _names_in(function: FunctionType) -> set[str]:
@@ -317,18 +421,17 @@ def changed(before: dict[str, Kept], after: dict[str, Kept]) -> dict[str, Kept]:
         is_new = name not in before
         return is_new and (now.value == (0, 0) or CACHED in name)
 
-    found = {
-        name: now
-        for name, now in after.items()
-        if name != MORE and before.get(name) != now and not is_left_out(name, now)
-    }
-    lists = tuple(
-        f"{name.removeprefix(LENGTH)}[" for name in found if name.startswith(LENGTH)
-    )
+    found: dict[str, Kept] = {}
+    for name, now in after.items():
+        is_changed = name != MORE and before.get(name) != now
+        if is_changed and not is_left_out(name, now):
+            found[name] = now
+    resized = [name.removeprefix(LENGTH) for name in found if name.startswith(LENGTH)]
+    starts_of_entries = tuple(f"{name}[" for name in resized)
     return {
         name: now
         for name, now in found.items()
-        if not (lists and name.startswith(lists))
+        if not name.startswith(starts_of_entries)
     }
 
 
@@ -358,8 +461,10 @@ def moved(state: dict[str, Kept], up: bool, far: float = FAR) -> Iterator[bool]:
     try:
         for one in state.values():
             undo = _move(one, far if up else -far)
-            is_whole &= undo is not None
-            back += [undo] if undo else []
+            if undo is None:
+                is_whole = False
+            else:
+                back.append(undo)
         yield is_whole
     finally:
         for undo in reversed(back):
@@ -377,38 +482,58 @@ def _move(one: Kept, far: float) -> Callable[[], object] | None:
     if isinstance(x, dict | set):
         return _add_keys(x) if far > 0 else _leave
     if isinstance(x, Tensor):
-        numbers = x.detach().clone()
-        with torch.no_grad():
-            if x.dtype is torch.bool:
-                x.logical_not_()
-            else:
-                x.add_(
-                    far
-                    if x.is_floating_point()
-                    else _whole(far, torch.iinfo(x.dtype).max)
-                )
-        return lambda: x.detach().copy_(numbers)
+        return _move_tensor(x, far)
     if isinstance(x, np.ndarray):
-        if x.dtype.kind not in "iuf" or not x.flags.writeable:
-            return None
-        held = x.copy()
-        moved_numbers: Any
-        with np.errstate(all="ignore"):
-            if x.dtype.kind == "f":
-                moved_numbers = x + far
-            else:
-                moved_numbers = x.astype(np.int64) + _whole(far, np.iinfo(x.dtype).max)
-        x[...] = moved_numbers.astype(x.dtype)
-        return lambda: x.__setitem__(..., held)
+        return _move_array(x, far)
     if one.write is None or not isinstance(x, int | float | str | bytes):
         return None
-    if isinstance(x, str | bytes):
-        one.write(x * max(2, LONGER // max(len(x), 1)) if far > 0 else x[:0])
-    elif isinstance(x, bool):
-        one.write(not x)
-    else:
-        one.write(x + (_whole(far, LARGEST_MOVE) if isinstance(x, int) else far))
+    one.write(_moved_value(x, far))
     return partial(one.write, x)
+
+
+def _move_tensor(x: Tensor, far: float) -> Callable[[], object]:
+    """Add `far` to a tensor in place, to integers as far as their type goes; turn truths
+    around. Return what moves it back.
+    """
+    numbers = x.detach().clone()
+    with torch.no_grad():
+        if x.dtype is torch.bool:
+            x.logical_not_()
+        elif x.is_floating_point():
+            x.add_(far)
+        else:
+            x.add_(_whole(far, torch.iinfo(x.dtype).max))
+    return lambda: x.detach().copy_(numbers)
+
+
+def _move_array(x: Any, far: float) -> Callable[[], object] | None:
+    """Add `far` to an array of numpy in place; return what moves it back, None where it
+    holds no numbers or cannot be written.
+    """
+    if x.dtype.kind not in "iuf" or not x.flags.writeable:
+        return None
+    numbers = x.copy()
+    with np.errstate(all="ignore"):
+        if x.dtype.kind == "f":
+            moved_numbers = x + far
+        else:
+            moved_numbers = x.astype(np.int64) + _whole(far, np.iinfo(x.dtype).max)
+    x[...] = moved_numbers.astype(x.dtype)
+    return lambda: x.__setitem__(..., numbers)
+
+
+def _moved_value(x: Any, far: float) -> Any:
+    """Return a number that is moved by `far`, the other truth, or a text: one that is
+    repeated where `far` is above 0, else an empty one.
+    """
+    if isinstance(x, str | bytes):
+        repeats = max(2, LONGER // max(len(x), 1))
+        return x * repeats if far > 0 else x[:0]
+    if isinstance(x, bool):
+        return not x
+    if isinstance(x, int):
+        return x + _whole(far, LARGEST_MOVE)
+    return x + far
 
 
 def _whole(far: float, largest: int) -> int:

@@ -91,14 +91,15 @@ class Arithmetic(Points):
         if len(left) * len(right) > MOST_TERMS:
             raise TooHard(f"a product of more than {MOST_TERMS} terms")
         total: dict[Monomial, Fraction] = {}
-        rest = self.zero
-        for a, c in left:
-            for b, d in right:
-                monomial, more = self._join(a, b)
-                if more is None:
-                    total[monomial] = total.get(monomial, Fraction(0)) + c * d
+        rest = self.zero  # the products that are no single term
+        for of_left, c_left in left:
+            for of_right, c_right in right:
+                monomial, factor = self._join(of_left, of_right)
+                c = c_left * c_right
+                if factor is None:
+                    total[monomial] = total.get(monomial, Fraction(0)) + c
                 else:
-                    product = self.multiply(self._polynomial({monomial: c * d}), more)
+                    product = self.multiply(self._polynomial({monomial: c}), factor)
                     rest = self.add(rest, product)
         return self.add(self._polynomial(total), rest)
 
@@ -173,28 +174,38 @@ class Arithmetic(Points):
         powers = dict(a)
         for atom, exponent in b:
             powers[atom] = powers.get(atom, Fraction(0)) + exponent
-        choices: dict[int, list[int]] = {}
-        for atom in powers:
-            kind = self.atoms[atom]
-            if isinstance(kind, Choice) and powers[atom]:
-                choices.setdefault(kind.condition, []).append(atom)
-        # choices by one condition, or a power of one, become one choice
-        for atoms in choices.values():
-            if len(atoms) > 1 or powers[atoms[0]] != 1:
-                return self._join_choices(powers, atoms)
+        choices = self._choices_to_join(powers)
+        if choices:
+            return self._join_choices(powers, choices)
         for atom, exponent in powers.items():
             kind = self.atoms[atom]
-            if isinstance(kind, Function) and kind.name == "sqrt":
+            if not isinstance(kind, Function):
+                continue
+            if kind.name == "sqrt":
                 whole = exponent // 2  # sqrt(x)^(2k) is x^k
                 if whole:
                     powers[atom] = exponent - 2 * whole
-                    more = self.power(kind.argument, whole)
-                    return self._monomial(powers), more
-            if isinstance(kind, Function) and kind.name == "inverse" and exponent > 0:
+                    factor = self.power(kind.argument, whole)
+                    return self._monomial(powers), factor
+            if kind.name == "inverse" and exponent > 0:
                 reduced = self._reduce(powers, atom, kind.argument)
                 if reduced is not None:
                     return reduced
         return self._monomial(powers), None
+
+    def _choices_to_join(self, powers: dict[int, Fraction]) -> list[int]:
+        """Return the choices by one condition that become one choice: the first ones of
+        which there are several, or one to another power than 1; [] where there are none.
+        """
+        by_condition: dict[int, list[int]] = {}
+        for atom, exponent in powers.items():
+            kind = self.atoms[atom]
+            if isinstance(kind, Choice) and exponent:
+                by_condition.setdefault(kind.condition, []).append(atom)
+        for choices in by_condition.values():
+            if len(choices) > 1 or powers[choices[0]] != 1:
+                return choices
+        return []
 
     def _join_choices(
         self, powers: dict[int, Fraction], atoms: list[int]
@@ -214,21 +225,30 @@ class Arithmetic(Points):
     def _reduce(
         self, powers: dict[int, Fraction], inverse: int, argument: int
     ) -> tuple[Monomial, int] | None:
-        """Return m / (l + rest), where m holds the leading monomial l, as
-        (m / l) (1 - rest / (l + rest)); None where m does not hold it.
+        """Return m / (c l + rest), where the monomial m holds l, the leading one of the
+        divisor, as the product of m / l and (1 - rest / (c l + rest)) / c.
+
+        Args:
+            powers: of m times the inverse.
+            inverse: the atom 1 / (c l + rest).
+            argument: c l + rest.
+
+        Returns:
+            The monomial m / l and the other factor; None where m does not hold l.
         """
         (lead, c), *rest = reversed(self.terms(argument))
         if not lead:
             return None
         for atom, exponent in lead:
             have = powers.get(atom, Fraction(0))
-            if have * exponent <= 0 or abs(have) < abs(exponent):
+            has_same_sign = have * exponent > 0
+            if not has_same_sign or abs(have) < abs(exponent):
                 return None
-        quotient = dict(powers)
+        left = dict(powers)
         for atom, exponent in lead:
-            quotient[atom] -= exponent
-        quotient[inverse] -= 1
+            left[atom] -= exponent
+        left[inverse] -= 1
         others = self._polynomial(dict(rest))
         once = self._polynomial({((inverse, Fraction(1)),): Fraction(1)})
-        more = self.subtract(self.one, self.multiply(others, once))
-        return self._monomial(quotient), self.scale(more, 1 / c)
+        factor = self.subtract(self.one, self.multiply(others, once))
+        return self._monomial(left), self.scale(factor, 1 / c)

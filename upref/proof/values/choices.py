@@ -88,45 +88,42 @@ class Choices(Signs):
 
     def _implied(self, comparison: int, truth: bool) -> Iterator[tuple[int, bool]]:
         """Yield a comparison and its truth, and what follows for others of the same
-        monomial.
+        monomial m: a comparison of one monomial is c m + number > 0.
         """
         yield comparison, truth
+        terms = self._terms_compared(comparison)
+        if len(terms) == 1:
+            yield from self._implied_by_sign(terms[0][0], truth)
+            return
+        if len(terms) != 2 or terms[0][0] != ():
+            return  # of more than one monomial
+        (_, number), (monomial, c) = terms
+        for other in self._families.get(((), monomial), []):
+            (_, other_number), (_, other_c) = self._terms_compared(other)
+            if other == comparison or other_c != c:
+                continue
+            # c m > -number implies c m > -other_number if that is smaller
+            if truth and -other_number <= -number:
+                yield other, True
+            elif not truth and -other_number >= -number:
+                yield other, False
+        if c == 1:
+            yield from self._implied_for_sign(monomial, -number, truth)
+
+    def _terms_compared(self, comparison: int) -> tuple[tuple[Monomial, Fraction], ...]:
+        """Return the terms of the polynomial that a comparison compares with 0."""
         node = self.nodes[comparison]
         assert isinstance(node, Compare)
-        terms = self.terms(node.polynomial)
-        if len(terms) != 2 or terms[0][0] != ():
-            if len(terms) == 1:
-                yield from self._implied_by_sign(terms[0][0], truth)
-            return
-        bound = -terms[0][1]
-        family = tuple(m for m, _ in terms)
-        lead_is_positive = terms[1][1] > 0
-        for other in self._families.get(family, []):
-            other_node = self.nodes[other]
-            assert isinstance(other_node, Compare)
-            others = self.terms(other_node.polynomial)
-            if other == comparison or (others[1][1] > 0) != lead_is_positive:
-                continue
-            if others[1][1] != terms[1][1]:
-                continue
-            other_bound = -others[0][1]
-            if truth and other_bound <= bound:
-                yield other, True
-            elif not truth and other_bound >= bound:
-                yield other, False
-        if lead_is_positive and terms[1][1] == 1:
-            yield from self._implied_for_sign(terms[1][0], bound, truth)
+        return self.terms(node.polynomial)
 
     def _implied_by_sign(
         self, monomial: Monomial, truth: bool
     ) -> Iterator[tuple[int, bool]]:
-        """Yield what x > 0, or x < 0, says of x > c."""
+        """Yield what x > 0, or x < 0, says of c x + number > 0 where c > 0."""
         for other in self._families.get(((), monomial), []):
-            node = self.nodes[other]
-            assert isinstance(node, Compare)
-            terms = self.terms(node.polynomial)
-            bound = -terms[0][1] / terms[1][1]
-            if terms[1][1] < 0:
+            (_, number), (_, c) = self._terms_compared(other)
+            bound = -number / c
+            if c < 0:
                 continue
             if truth and bound <= 0:
                 yield other, True
@@ -166,14 +163,18 @@ class Choices(Signs):
             )
         out = self.zero
         for monomial, c in self.terms(value):
-            plain = tuple(
-                p for p in monomial if comparison not in self.atom_support(p[0])
-            )
-            product = self._polynomial({plain: c})
-            for atom, e in monomial:
+            # the powers of atoms that do not depend on the comparison, and the others
+            plain = []
+            depending = []
+            for atom, exponent in monomial:
                 if comparison in self.atom_support(atom):
-                    became = self._assume_atom(atom, comparison, truth)
-                    product = self.multiply(product, self.power(became, e))
+                    depending.append((atom, exponent))
+                else:
+                    plain.append((atom, exponent))
+            product = self._polynomial({tuple(plain): c})
+            for atom, exponent in depending:
+                became = self._assume_atom(atom, comparison, truth)
+                product = self.multiply(product, self.power(became, exponent))
             out = self.add(out, product)
         return out
 
@@ -210,22 +211,34 @@ class Choices(Signs):
             return None
         low = high = Fraction(0)
         for monomial, c in node.terms:
-            ends = (c, c)
-            for atom, e in monomial:
-                kind = self.atoms[atom]
-                if self.is_count(atom) and e == 1:
-                    ends = (min(c, c * MOST_TOKENS), max(c, c * MOST_TOKENS))
-                    continue
-                if not isinstance(kind, Choice) or e != 1:
-                    return None
-                sides = (self.whole_bounds(kind.yes), self.whole_bounds(kind.no))
-                if sides[0] is None or sides[1] is None:
-                    return None
-                products = [x * y for x in ends for y in (*sides[0], *sides[1])]
-                ends = (min(products), max(products))
-            if c.denominator != 1:
+            bounds = self._whole_bounds_of_term(monomial, c)
+            if bounds is None or c.denominator != 1:
                 return None
-            low, high = low + ends[0], high + ends[1]
+            low += bounds[0]
+            high += bounds[1]
+        return low, high
+
+    def _whole_bounds_of_term(
+        self, monomial: Monomial, c: Fraction
+    ) -> tuple[Fraction, Fraction] | None:
+        """Return the least and the largest number that a term of choices between whole
+        numbers and of counts may be; None where it has other factors.
+        """
+        low = high = c
+        for atom, exponent in monomial:
+            kind = self.atoms[atom]
+            if self.is_count(atom) and exponent == 1:
+                low = min(c, c * MOST_TOKENS)
+                high = max(c, c * MOST_TOKENS)
+                continue
+            if not isinstance(kind, Choice) or exponent != 1:
+                return None
+            yes = self.whole_bounds(kind.yes)
+            no = self.whole_bounds(kind.no)
+            if yes is None or no is None:
+                return None
+            products = [end * side for end in (low, high) for side in (*yes, *no)]
+            low, high = min(products), max(products)
         return low, high
 
     def cases(

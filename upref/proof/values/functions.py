@@ -98,16 +98,19 @@ class Functions(Arithmetic):
         if x == self.zero:
             raise TooHard("a division by 0")
         terms = self.terms(x)
-        content = self._content([m for m, _ in terms])
         if len(terms) == 1:
             monomial, c = terms[0]
-            return self._polynomial({tuple((a, -e) for a, e in monomial): 1 / c})
-        primitive = {quotient(m, content): c for m, c in terms}
-        lead = primitive[max(primitive)]
-        argument = self._polynomial({m: c / lead for m, c in primitive.items()})
-        out = self._of_atom(Function("inverse", argument))
-        factor = {tuple((a, -e) for a, e in content): 1 / lead}
-        return self.multiply(self._polynomial(factor), out)
+            return self._polynomial({_inverted(monomial): 1 / c})
+        # what all terms share, their leading coefficient included, is inverted by itself
+        common = self._content([monomial for monomial, _ in terms])
+        rest = {quotient(monomial, common): c for monomial, c in terms}
+        lead = rest[max(rest)]
+        argument = self._polynomial(
+            {monomial: c / lead for monomial, c in rest.items()}
+        )
+        inverse_of_rest = self._of_atom(Function("inverse", argument))
+        inverse_of_common = self._polynomial({_inverted(common): 1 / lead})
+        return self.multiply(inverse_of_common, inverse_of_rest)
 
     def divide(self, x: int, y: int) -> int:
         """Return the quotient of two values."""
@@ -118,17 +121,14 @@ class Functions(Arithmetic):
         common = dict(monomials[0])
         for monomial in monomials[1:]:
             powers = dict(monomial)
-            common = {
-                atom: min(e, powers[atom])
-                for atom, e in common.items()
-                if atom in powers
-            }
+            shared = [atom for atom in common if atom in powers]
+            common = {atom: min(common[atom], powers[atom]) for atom in shared}
         if len(monomials) > 1:  # negative powers are multiplied out too
             for monomial in monomials:
                 for atom, e in monomial:
                     if e < 0:
                         common[atom] = min(common.get(atom, Fraction(0)), e)
-        return tuple(sorted((a, e) for a, e in common.items() if e))
+        return self._monomial(common)
 
     # ---- exponentials and logarithms -------------------------------------------------
     def exp(self, x: int) -> int:
@@ -163,7 +163,9 @@ class Functions(Arithmetic):
         return self.number(math.exp(exponent))
 
     def _exp_of_term(self, monomial: Monomial, c: Fraction) -> int | None:
-        """Return exp of one term; None where it is no product of powers."""
+        """Return exp of one term: of c log x, x to the power of c; of a term with a
+        choice in it, the choice between two exponentials. None for any other.
+        """
         first, exponent = monomial[0]
         kind = self.atoms[first]
         if len(monomial) == 1 and exponent == 1:
@@ -174,8 +176,8 @@ class Functions(Arithmetic):
         for atom, e in monomial:
             kind = self.atoms[atom]
             if isinstance(kind, Choice) and e == 1:
-                rest = tuple(p for p in monomial if p[0] != atom)
-                factor = self._polynomial({rest: c})
+                others = tuple(power for power in monomial if power[0] != atom)
+                factor = self._polynomial({others: c})
                 return self.choose(
                     kind.condition,
                     self.exp(self.multiply(factor, kind.yes)),
@@ -279,3 +281,8 @@ def quotient(monomial: Monomial, by: Monomial) -> Monomial:
     for atom, e in by:
         powers[atom] = powers.get(atom, Fraction(0)) - e
     return tuple(sorted((a, e) for a, e in powers.items() if e))
+
+
+def _inverted(monomial: Monomial) -> Monomial:
+    """Return 1 divided by a monomial."""
+    return tuple((atom, -e) for atom, e in monomial)

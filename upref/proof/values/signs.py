@@ -28,6 +28,7 @@ from upref.proof.values.rationals import (
 
 LARGEST_POWER = 24  # to which both sides of a comparison are raised
 MOST_SUPPORT = 16  # comparisons on which one depends: each doubles the cases
+NUMBER = -1  # in a quadratic form, the place of the number 1; no atom has it
 
 
 def log_of_bound(x: float) -> float:
@@ -39,6 +40,42 @@ def log_of_bound(x: float) -> float:
     if x == 0:
         return -math.inf
     return math.log(x) if x < math.inf else math.inf
+
+
+def _is_square_by_square(form: dict[tuple[int, int], Fraction]) -> bool:
+    """Tell whether x'Fx is a sum of squares, by completing the square of one variable
+    after the other: F_xx x² + 2 Σ F_xy x y is a square less (Σ F_xy y)² / F_xx.
+
+    Args:
+        form: the entries of F, as of `Signs._quadratic_form`; it is written to.
+    """
+    left = sorted({place for pair in form for place in pair}, reverse=True)
+    while left:
+        x, *left = left
+        square = form.get((x, x), Fraction(0))
+        beside = {y: form.get((y, x), Fraction(0)) for y in left}
+        if square < 0:
+            return False
+        if square == 0:
+            if any(beside.values()):
+                return False
+            continue
+        for y, z in combinations_with_replacement(sorted(left), 2):
+            taken = beside[y] * beside[z] / square
+            form[y, z] = form.get((y, z), Fraction(0)) - taken
+    return True
+
+
+def _power_without_fractions(monomial: Monomial) -> Fraction:
+    """Return the power to which a monomial is raised so that its exponents are integers
+    without a common factor, the first of them above 0.
+    """
+    exponents = [e for _, e in monomial]
+    power = Fraction(
+        math.lcm(*(e.denominator for e in exponents)),
+        math.gcd(*(e.numerator for e in exponents)),
+    )
+    return -power if exponents[0] < 0 else power
 
 
 class Signs(Conditions):
@@ -125,50 +162,49 @@ class Signs(Conditions):
         if high <= 0:
             return self.zero
         # nothing decides it: a comparison, whose leading coefficient is 1
-        lead = max(terms)
-        scale = abs(terms[lead])
-        flipped = terms[lead] < 0
-        scaled = {m: c / (-scale if flipped else scale) for m, c in terms.items()}
-        out = self._compare(scaled)
-        return self.negation(out) if flipped else out
+        leading = terms[max(terms)]
+        condition = self._compare({m: c / leading for m, c in terms.items()})
+        return self.negation(condition) if leading < 0 else condition
 
     def _is_sum_of_squares(self, terms: dict[Monomial, Fraction]) -> bool:
         """Tell whether a sum is a sum of squares of linear terms of variables, as a
-        variance is: by completing one square after the other.
+        variance is.
+        """
+        form = self._quadratic_form(terms)
+        return form is not None and _is_square_by_square(form)
+
+    def _quadratic_form(
+        self, terms: dict[Monomial, Fraction]
+    ) -> dict[tuple[int, int], Fraction] | None:
+        """Return a polynomial of variables, of degree 2 at most, as a symmetric matrix F:
+        it is x'Fx, where x holds the variables and the number 1, whose place is NUMBER.
+        Each entry is there once, with the smaller place first. None for any other sum.
         """
         form: dict[tuple[int, int], Fraction] = {}
         for monomial, c in terms.items():
-            atoms = [atom for atom, e in monomial for _ in range(int(e))]
-            is_power = all(e in (1, 2) for _, e in monomial)
-            if not is_power or len(atoms) > 2:
-                return False
-            if any(not isinstance(self.atoms[atom], Variable) for atom in atoms):
-                return False
-            x, y = sorted([*atoms, -1, -1][:2])  # -1 stands for the number 1
-            form[x, y] = c if x == y else c / 2
-        left = sorted({atom for pair in form for atom in pair}, reverse=True)
-        while left:
-            x, *left = left
-            square = form.get((x, x), Fraction(0))
-            beside = {y: form.get((y, x), Fraction(0)) for y in left}
-            if square < 0 or (square == 0 and any(beside.values())):
-                return False
-            for y, z in combinations_with_replacement(sorted(left), 2):
-                taken = beside[y] * beside[z] / square if square else Fraction(0)
-                form[y, z] = form.get((y, z), Fraction(0)) - taken
-        return True
+            if any(exponent not in (1, 2) for _, exponent in monomial):
+                return None
+            factors = []  # x and y of the monomial x y, x twice of x²
+            for atom, exponent in monomial:
+                factors += [atom] * int(exponent)
+            if len(factors) > 2:
+                return None
+            if not all(isinstance(self.atoms[atom], Variable) for atom in factors):
+                return None
+            first, second = sorted([*factors, NUMBER, NUMBER][:2])
+            form[first, second] = c if first == second else c / 2
+        return form
 
     def _is_linear_in_logs(self, terms: dict[Monomial, Fraction]) -> bool:
         """Tell whether a sum has logarithms and a number only."""
-        return all(
-            not m
-            or (
-                len(m) == 1
-                and m[0][1] == 1
-                and isinstance(self.atoms[m[0][0]], Logarithm)
-            )
-            for m in terms
-        )
+        for monomial in terms:
+            if not monomial:  # the number
+                continue
+            atom, exponent = monomial[0]
+            is_log = isinstance(self.atoms[atom], Logarithm)
+            if len(monomial) > 1 or exponent != 1 or not is_log:
+                return False
+        return True
 
     def _above_of_logs(self, terms: dict[Monomial, Fraction]) -> int:
         """Return the condition that Σ c log x + c0 is above 0, as that of Π x^c -
@@ -190,36 +226,30 @@ class Signs(Conditions):
         return self._above_of_two({monomial: Fraction(1), (): -bound})
 
     def _above_of_two(self, terms: dict[Monomial, Fraction]) -> int:
-        """Return the condition that a m - b n, of positive atoms, is above 0, as that
-        of m/n - b/a, with integer powers that have no common factor.
+        """Return the condition that a m + b n is above 0, of monomials m and n of positive
+        atoms, where a and b have different signs. Divided by a n it is m/n > -b/a. Both
+        sides are raised to a power by which the exponents of m/n become integers that
+        have no common factor, so that equal conditions are equal formulas.
         """
         (m, a), (n, b) = sorted(terms.items(), reverse=True)
         if a < 0:
             return self.negation(self._above_of_two({m: -a, n: -b}))
         bound = -b / a
-        powers = dict(m)
-        for atom, e in n:
-            powers[atom] = powers.get(atom, Fraction(0)) - e
-        powers = {atom: e for atom, e in powers.items() if e}
-        low, high = self._bounds(tuple(sorted(powers.items())))
+        ratio = quotient(m, n)
+        low, high = self._bounds(ratio)
         level = to_float(bound)
         if low >= level * (1 - SAME):
             return self.one
         if high <= level * (1 + SAME):
             return self.zero
-        times = Fraction(
-            math.lcm(*(e.denominator for e in powers.values())),
-            math.gcd(*(e.numerator for e in powers.values())),
-        )
-        if powers[min(powers)] < 0:
-            times = -times
-        if abs(times) <= LARGEST_POWER and times.numerator <= LARGEST_POWER:
-            powers = {atom: e * times for atom, e in powers.items()}
-            bound = self._number_to(bound, times)
-            if times < 0:
-                one = {self._monomial(powers): Fraction(1), (): -bound}
-                return self.negation(self._compare_function(one))
-        return self._compare_function({self._monomial(powers): Fraction(1), (): -bound})
+        times = _power_without_fractions(ratio)
+        if max(abs(times), times.numerator) > LARGEST_POWER:
+            return self._compare_function({ratio: Fraction(1), (): -bound})
+        raised = self._monomial({atom: e * times for atom, e in ratio})
+        raised_bound = self._number_to(bound, times)
+        condition = self._compare_function({raised: Fraction(1), (): -raised_bound})
+        # a negative power turns the comparison around
+        return self.negation(condition) if times < 0 else condition
 
     def _compare_function(self, terms: dict[Monomial, Fraction]) -> int:
         """Return the condition that a monomial is above a number; exp is compared by

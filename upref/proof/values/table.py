@@ -291,7 +291,8 @@ class Table(ABC):
         return value in (self.zero, self.one) or isinstance(self.nodes[value], Branch)
 
     def is_count(self, atom: int) -> bool:
-        """Tell whether an atom is a number of tokens or rows, of which there is one.
+        """Tell whether an atom is a number of tokens or rows, of which there is one: a
+        sum of 1, of the mask, or of such a number.
 
         Args:
             atom: its number.
@@ -302,9 +303,11 @@ class Table(ABC):
         if kind.argument in self.positive_totals:
             return True
         terms = self.terms(kind.argument)
-        inner = terms[0][0]
-        is_atom = len(terms) == 1 and terms[0][1] == 1 and len(inner) == 1
-        return is_atom and inner[0][1] == 1 and self.is_count(inner[0][0])
+        monomial, c = terms[0]
+        if len(terms) > 1 or c != 1 or len(monomial) != 1:
+            return False
+        inner, exponent = monomial[0]
+        return exponent == 1 and self.is_count(inner)
 
     def facts(self, condition: int) -> Iterator[tuple[int, bool]]:
         """Yield comparisons that are decided where a condition holds.
