@@ -203,18 +203,29 @@ def groups(names: Iterable[str]) -> tuple[list[list[Curve]], dict[str, str]]:
         Groups of curves, and name -> reason. In a group the name of the fewest words is
         first.
     """
-    absent = {n: why for n in names if (why := obstacle(get(n)))}
+    chosen = list(names)
+    absent = {}
+    for name in chosen:
+        why = obstacle(get(name))
+        if why:
+            absent[name] = why
     curves_by_weight: dict[tuple[str, bytes], list[Curve]] = {}
     r = np.exp(np.r_[np.linspace(-2, 2, 201), np.linspace(-1e-3, 1e-3, 201)])
-    for curve in (make_curve(n) for n in names if n not in absent):
+    for name in chosen:
+        if name in absent:
+            continue
+        curve = make_curve(name)
         probe = [curve(r, A, mu) for A in (1.0, -1.0) for mu in (0.01, 0.1)]
         unit = "token" if curve.level == "custom" else curve.level
-        curves_by_weight.setdefault((unit, np.round(probe, 9).tobytes()), []).append(
-            curve
-        )
+        key = (unit, np.round(probe, 9).tobytes())
+        curves_by_weight.setdefault(key, []).append(curve)
+
+    def words_of_name(curve: Curve) -> tuple[int, str]:
+        """Return the key that sorts the name of the fewest words first."""
+        return curve.name.count("_"), curve.name
+
     groups_of_curves = [
-        sorted(curves, key=lambda c: (c.name.count("_"), c.name))
-        for curves in curves_by_weight.values()
+        sorted(curves, key=words_of_name) for curves in curves_by_weight.values()
     ]
     return sorted(groups_of_curves, key=lambda curves: _sort_key(curves[0])), absent
 

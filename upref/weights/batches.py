@@ -278,11 +278,10 @@ def kept_batch(
     """Return the batch of `batch`, made once in a process: do not write to its tensors."""
     # the bounds of a response's ratio do not depend on mu
     mus = mus[:1] if objective.level in REDUCE else mus
-    cases = [
-        (A, mu, r)
-        for A, mu in product(GRID_ADVANTAGES, mus)
-        for r in ratios(objective, A, mu, edges, **hp)
-    ]
+    cases = []
+    for A, mu in product(GRID_ADVANTAGES, mus):
+        for r in ratios(objective, A, mu, edges, **hp):
+            cases.append((A, mu, r))
     if "entropy" in objective.reads:
         # three times, as `_rollouts` draws the entropies: that each case stands beside
         # tokens of lower entropy, and beside tokens of higher entropy
@@ -298,19 +297,18 @@ def kept_batch(
     if objective.sampler is None:
         return _rollouts(rows, rng)
     log_rhos = log_rhos_beside_bounds(objective, edges, **hp)
-    own_rows = len(rows)
-    rows += [
-        [(A, min(-1.2, *log_rho) - 0.01, -A * 1e-4) for _ in log_rho]
-        for A in (1.0, -1.0)
-        for log_rho in log_rhos
-    ]
+    first_of_sampler = len(rows)
+    for A in (1.0, -1.0):
+        for log_rho in log_rhos:
+            # so low that log π_old - log ρ, the sampler's, is below 0 too
+            log_mu = min(-1.2, *log_rho) - 0.01
+            rows.append([(A, log_mu, -A * 1e-4)] * len(log_rho))
     batch = _rollouts(rows, rng)
     logp_sampler = sampler_logp(batch)
-    for i, log_rho in enumerate(2 * log_rhos, own_rows):
+    for i, log_rho in enumerate(2 * log_rhos, first_of_sampler):
         tokens = slice(len(log_rho))
-        logp_sampler[i, tokens] = batch.logp_old[i, tokens] - torch.tensor(
-            log_rho, dtype=torch.float64
-        )
+        numbers = torch.tensor(log_rho, dtype=torch.float64)
+        logp_sampler[i, tokens] = batch.logp_old[i, tokens] - numbers
     return replace(batch, logp_sampler=logp_sampler)
 
 

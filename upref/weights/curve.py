@@ -444,26 +444,26 @@ def make_curves(whats: Sequence[Any], hp: dict[str, Any]) -> list[Curve]:
     """
     if not whats:
         raise InputError("name at least one objective.")
-    named = [
-        get(what) if isinstance(what, str) and ":" not in what else what
-        for what in whats
-    ]
+    named = []
+    for what in whats:
+        is_name = isinstance(what, str) and ":" not in what  # else FILE:FUNCTION
+        named.append(get(what) if is_name else what)
     for key in hp:
-        if not any(_has_hyperparameter(what, key) for what in named):
-            if len(whats) == 1:
-                make_curve(whats[0], **{key: hp[key]})  # its error names what there is
-            loss_names = (
-                getattr(what, "name", None) or losses.name_of(what) for what in whats
-            )
-            raise InputError(
-                f"none of {', '.join(loss_names)} has a hyperparameter {key!r}."
-            )
-    return [
-        make_curve(
-            what, **{k: v for k, v in hp.items() if _has_hyperparameter(what, k)}
+        if any(_has_hyperparameter(what, key) for what in named):
+            continue
+        if len(whats) == 1:
+            make_curve(whats[0], **{key: hp[key]})  # its error names what there is
+        loss_names = (
+            getattr(what, "name", None) or losses.name_of(what) for what in whats
         )
-        for what in named
-    ]
+        raise InputError(
+            f"none of {', '.join(loss_names)} has a hyperparameter {key!r}."
+        )
+    curves = []
+    for what in named:
+        own = {key: hp[key] for key in hp if _has_hyperparameter(what, key)}
+        curves.append(make_curve(what, **own))
+    return curves
 
 
 def common_ratio_symbol(curves: Sequence[Curve]) -> str:

@@ -44,6 +44,19 @@ class JumpTable(NamedTuple):
     above: np.ndarray
 
 
+class _Intervals(NamedTuple):
+    """Intervals of r in which something happens, of many rows, ascending in row and r:
+    arrays of one length [m].
+    """
+
+    row: np.ndarray
+    low: np.ndarray  # the ends
+    high: np.ndarray
+    below: np.ndarray  # the weight at `low`
+    above: np.ndarray  # the weight at `high`
+    turns: np.ndarray  # the weight turns to 0 or back
+
+
 def find_jumps(
     weight: Callable[..., Any],
     r: np.ndarray,
@@ -64,56 +77,120 @@ def find_jumps(
     Returns:
         The jumps, and whether each weight is other than 0 at its first ratio, [n].
     """
-    # 1. scan: which intervals between two ratios hold a jump or an end
     rows = np.arange(len(r))
     weights = weight(r, rows)
     nearby_weights = weight(np.tile([0.5, 1, 2], (len(r), 1)), rows)
     faint_weight = FAINT_SHARE * abs(nearby_weights).max(1, keepdims=True)
     is_alive = (weights != 0) | _is_faded(weights, faint_weight)
+    intervals = _scan(r, weights, is_alive, ends, faint_weight, floor)
+    # An interval of the scan may hold several jumps. Each later one is taken to hold one.
+    holds_one = False
+    # cut them again and again, until the ends of each are neighbors in float64
+    while (intervals.high > np.nextafter(intervals.low, np.inf)).any():
+        intervals = _cut(weight, intervals, ends, faint_weight, floor, holds_one)
+        holds_one = True
+    table = _judge(weight, intervals, ends, rtol_ratio, faint_weight, floor)
+    return table, is_alive[:, 0]
+
+
+def _scan(
+    r: np.ndarray,
+    weights: np.ndarray,
+    is_alive: np.ndarray,
+    ends: bool,
+    faint_weight: np.ndarray,
+    floor: float,
+) -> _Intervals:
+    """Return the intervals between neighboring ratios in which the weight turns to 0 or
+    back or, unless `ends`, changes by more than rounding.
+
+    Args:
+        r: the ratios, [n, G].
+        weights: at these ratios, [n, G].
+        is_alive: where the weight is other than 0, or 0 by rounding alone, [n, G].
+        ends, floor: as of `find_jumps`.
+        faint_weight: a smaller weight may have been rounded to 0, [n, 1].
+    """
     turns = is_alive[:, :-1] != is_alive[:, 1:]
     is_chosen = turns
     if not ends:
         least = _least_change(weights, faint_weight, floor)
         is_chosen = turns | (abs(np.diff(weights)) > least)
-    # each interval in which something happens: its row, its ends, the weights there
     row, start = (is_chosen & (r[:, :-1] < r[:, 1:])).nonzero()
-    low = r[row, start]
-    high = r[row, start + 1]
-    below = weights[row, start]
-    above = weights[row, start + 1]
-    turns = turns[row, start]
-    # 2. cut each of them into PARTS again and again, until its ends are neighbors in
-    # float64
-    is_scan = True
-    while (high > np.nextafter(low, np.inf)).any():
-        cuts = low[:, None] + (high - low)[:, None] * np.linspace(0, 1, PARTS + 1)
-        cuts[:, -1] = high
-        values = np.c_[below, weight(cuts[:, 1:-1], row), above]
-        change = abs(np.diff(values))
-        starts_or_stops = (values[:, 1:] != 0) != (values[:, :-1] != 0)
-        part_turns = starts_or_stops & (turns[:, None] | (change > faint_weight[row]))
-        if ends:
-            score = np.where(part_turns, np.inf, 0)
-        else:
-            # the change of a smooth weight is spread evenly over the parts
-            even_change = change.sum(1, keepdims=True) / 4
-            least = _least_change(values, faint_weight[row], floor)
-            part_jumps = change > np.maximum(least, even_change)
-            score = np.where(part_turns, np.inf, np.where(part_jumps, change, 0))
-        is_chosen = score > 0
-        # An interval of the first scan may hold several jumps. Each later one is taken to
-        # hold one jump, in the part with the highest score.
-        if not is_scan:
-            is_chosen &= np.arange(PARTS) == score.argmax(1)[:, None]
-        interval, part = is_chosen.nonzero()
-        row = row[interval]
-        low = cuts[interval, part]
-        high = cuts[interval, part + 1]
-        below = values[interval, part]
-        above = values[interval, part + 1]
-        turns = part_turns[interval, part]
-        is_scan = False
-    # 3. judge what is left: neighboring intervals are one jump
+    return _Intervals(
+        row=row,
+        low=r[row, start],
+        high=r[row, start + 1],
+        below=weights[row, start],
+        above=weights[row, start + 1],
+        turns=turns[row, start],
+    )
+
+
+def _cut(
+    weight: Callable[..., Any],
+    intervals: _Intervals,
+    ends: bool,
+    faint_weight: np.ndarray,
+    floor: float,
+    holds_one: bool,
+) -> _Intervals:
+    """Cut each interval into PARTS, and return the parts in which something happens.
+
+    Args:
+        weight, ends, floor: as of `find_jumps`.
+        intervals: they are cut.
+        faint_weight: as of `_scan`.
+        holds_one: only the part that most likely holds a jump is kept of each.
+    """
+    row, low, high, below, above, turns = intervals
+    cuts = low[:, None] + (high - low)[:, None] * np.linspace(0, 1, PARTS + 1)
+    cuts[:, -1] = high
+    values = np.c_[below, weight(cuts[:, 1:-1], row), above]
+    change = abs(np.diff(values))
+    starts_or_stops = (values[:, 1:] != 0) != (values[:, :-1] != 0)
+    part_turns = starts_or_stops & (turns[:, None] | (change > faint_weight[row]))
+    # how likely a part holds a jump; 0: it holds none
+    if ends:
+        score = np.where(part_turns, np.inf, 0)
+    else:
+        # The change of a smooth weight is spread evenly over the parts: one with more
+        # than a quarter of it stands out.
+        quarter = change.sum(1, keepdims=True) / 4
+        least = _least_change(values, faint_weight[row], floor)
+        part_jumps = change > np.maximum(least, quarter)
+        score = np.where(part_turns, np.inf, np.where(part_jumps, change, 0))
+    is_chosen = score > 0
+    if holds_one:
+        is_chosen &= np.arange(PARTS) == score.argmax(1)[:, None]
+    interval, part = is_chosen.nonzero()
+    return _Intervals(
+        row=row[interval],
+        low=cuts[interval, part],
+        high=cuts[interval, part + 1],
+        below=values[interval, part],
+        above=values[interval, part + 1],
+        turns=part_turns[interval, part],
+    )
+
+
+def _judge(
+    weight: Callable[..., Any],
+    intervals: _Intervals,
+    ends: bool,
+    rtol_ratio: float,
+    faint_weight: np.ndarray,
+    floor: float,
+) -> JumpTable:
+    """Return the jumps among the smallest intervals: neighboring ones are one jump, and
+    the weight must differ beside it.
+
+    Args:
+        weight, ends, rtol_ratio, floor: as of `find_jumps`.
+        intervals: each as small as float64 allows.
+        faint_weight: as of `_scan`.
+    """
+    row, low, high, *_ = intervals
     is_apart = (row[1:] != row[:-1]) | (low[1:] > high[:-1] * (1 + rtol_ratio))
     is_first = np.r_[True, is_apart][: len(row)]
     is_last = np.r_[is_first[1:], True][: len(row)]
@@ -129,10 +206,9 @@ def find_jumps(
         least_jump = np.maximum(floor * largest, faint_weight[row, 0])
         is_jump |= abs(above - below) > least_jump
     on_larger_side = np.where(abs(below) >= abs(above), low, high)
-    table = JumpTable(
+    return JumpTable(
         row[is_jump], on_larger_side[is_jump], below[is_jump], above[is_jump]
     )
-    return table, is_alive[:, 0]
 
 
 def _least_change(w: np.ndarray, faint: np.ndarray, floor: float) -> np.ndarray:

@@ -549,44 +549,75 @@ def _draw_numbers(
     """Draw the random numbers of an axis. The result is kept for the next call: do not
     write to its arrays.
 
+    The draws follow one another in one generator: their order is part of the batch.
+
     Args:
         axis, level, any_size, seed, ids: those of `_stress_batch`.
     """
     stress = AXES[axis]
-    by_response = level in REDUCE
-    B = AXES[axis].rows
     responses = _compose_responses(axis, any_size, seed, len(ids))
-    A = responses.A
-    lengths = responses.lengths
     mask = responses.mask
-    T = mask.shape[1]
     rng = np.random.default_rng()
     rng.bit_generator.state = responses.generator_state
-
-    def draw(among: tuple[float, ...]) -> np.ndarray:
-        """Draw one of these numbers for each slot, [B, T]."""
-        return np.array(among)[rng.integers(len(among), size=(B, T))]
-
     # all fields but the batch
     numbers: dict[str, np.ndarray] = dict.fromkeys(
         (field.name for field in fields(RandomNumbers)[1:]), NOT_DRAWN
     )
-    # log r: near a bound of the objective, elsewhere, beyond the last bound, and far
-    numbers |= {"A": A, "lengths": lengths, "bound_share": rng.random(B)}
+    numbers |= {"A": responses.A, "lengths": responses.lengths}
+    numbers |= _draw_log_ratios(stress, level, responses, rng)
+    numbers |= _draw_log_probs(stress, level in REDUCE, mask, rng)
+    entropy = _draw_entropies(stress, responses, rng)
+    group = _draw_groups(stress, responses.id_kind, ids, rng)
+    share_of_A = _shares_of_tokens(mask) if stress.by_token else np.ones(mask.shape)
+    adv = responses.A[:, None] * share_of_A
+    batch = Rollouts.unchecked(
+        adv=torch.tensor(stress.rounded(adv)),
+        mask=torch.tensor(mask),
+        group=group,
+        entropy=torch.as_tensor(np.where(mask, stress.rounded(entropy), 1.0)),
+    )
+    return RandomNumbers(batch, **numbers)
+
+
+def _draw_among(
+    numbers: tuple[float, ...], shape: tuple[int, ...], rng: np.random.Generator
+) -> np.ndarray:
+    """Draw one of these numbers for each slot of an array of this shape."""
+    return np.array(numbers)[rng.integers(len(numbers), size=shape)]
+
+
+def _draw_log_ratios(
+    stress: Axis, level: str, responses: "Responses", rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """Draw the numbers of which log r is made: near a bound of the objective, elsewhere,
+    beyond the last bound, and far; then those of objectives of whole responses.
+
+    Args:
+        stress: the axis.
+        level: of the objective.
+        responses: of the batch.
+        rng: draws them.
+
+    Returns:
+        Field of RandomNumbers -> its numbers, without those that are not drawn.
+    """
+    by_response = level in REDUCE
+    mask = responses.mask
+    B, T = mask.shape
+    numbers = {"bound_share": rng.random(B)}
     numbers["near_bound"] = rng.uniform(0.2, 1.8, (B, T))
     numbers["is_near"] = rng.random((B, T)) < 0.5
-    numbers["far_from_bound"] = rng.normal(size=(B, T)) * draw((1e-4, 0.02, 0.3))
+    normal = rng.normal(size=(B, T))
+    numbers["far_from_bound"] = normal * _draw_among((1e-4, 0.02, 0.3), (B, T), rng)
     if stress.mostly == "clipped":
         if by_response:
             is_clipped = ~responses.is_exception[:, None]
         else:
             is_clipped = rng.random((B, T)) >= 0.1
-        numbers |= {
-            "is_clipped": is_clipped,
-            "beyond_last_bound": rng.uniform(1.1, 2, (B, T)),
-        }
+        numbers["is_clipped"] = is_clipped
+        numbers["beyond_last_bound"] = rng.uniform(1.1, 2, (B, T))
     if stress.far:
-        far_log_ratio = draw(stress.far)
+        far_log_ratio = _draw_among(stress.far, (B, T), rng)
         share = stress.share / (4 if stress.mostly == "clipped" else 1)
         is_far = rng.random((B, T)) < share
         if by_response:
@@ -594,60 +625,93 @@ def _draw_numbers(
             far_log_ratio = np.abs(far_log_ratio) * np.where(side == ABOVE, 1, -1)
             is_far = side != NEAR
         guard = GUARD[level] - 1  # beyond it, implementations clamp log r
-        numbers |= {
-            "is_far": is_far,
-            "far_log_ratio": far_log_ratio.clip(-guard, guard),
-        }
+        numbers["is_far"] = is_far
+        numbers["far_log_ratio"] = far_log_ratio.clip(-guard, guard)
     if level == "custom":
         numbers["order"] = rng.permutation(T)
         numbers["distinct"] = rng.uniform(0.98, 1, (B, T))
         numbers["tiny_log_ratio"] = rng.normal(size=(B, T)) * 1e-4
     if by_response or level == "custom":
-        differences = _differences_of_tokens(mask, lengths, rng)
+        differences = _differences_of_tokens(mask, responses.lengths, rng)
         is_far_response = (responses.side != NEAR)[:, None] & bool(stress.far)
         numbers["differences"] = differences * np.where(is_far_response, 0.05, 1)
-    # log-probabilities of the old, the sampler's and the reference policy
-    with np.errstate(divide="ignore"):
-        numbers["old"] = np.log(draw(stress.mu))
+    return numbers
+
+
+def _draw_log_probs(
+    stress: Axis, by_response: bool, mask: np.ndarray, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """Draw log-probabilities of the old policy, and those of the sampler and of the
+    reference policy relative to others.
+
+    Args:
+        stress: the axis.
+        by_response: the objective has a ratio of the whole response.
+        mask: the tokens, [B, T].
+        rng: draws them.
+
+    Returns:
+        Field of RandomNumbers -> its numbers, without those that are not drawn.
+    """
+    B, T = mask.shape
+    numbers = {}
+    with np.errstate(divide="ignore"):  # log 0 is minus infinity
+        numbers["old"] = np.log(_draw_among(stress.mu, (B, T), rng))
     if stress.has_certain and not by_response:
         numbers["is_certain"] = rng.random((B, T)) < 0.6
-        numbers["certain_log_probs"] = np.log1p(
-            -(10 ** rng.uniform(math.log10(LEAST_DOUBT), -1, (2, B, T)))
-        )
+        # both policies leave a doubt of LEAST_DOUBT to 0.1
+        doubt = 10 ** rng.uniform(math.log10(LEAST_DOUBT), -1, (2, B, T))
+        numbers["certain_log_probs"] = np.log1p(-doubt)
     if stress.rho:
         log_rho = _sampler_ratios(stress.rho, mask, rng)
         # half of the responses whose log ρ is near 0 have μ = 1 at all tokens
         is_sure_throughout = (np.arange(B) % 6 == 5)[:, None]
         log_rho = np.where(is_sure_throughout, -np.abs(log_rho), log_rho)
-        is_sampled_surely = (log_rho <= 0) & (
-            is_sure_throughout | (rng.random((B, T)) < 0.1)
-        )
-        numbers |= {"log_rho": log_rho, "is_sampled_surely": is_sampled_surely}
-    numbers["ref"] = draw(stress.ref)
-    # entropies, groups and advantages
-    # exact in float32, in which many losses compare entropies with a quantile
-    entropy = rng.uniform(0, stress.entropy, (B, T)).astype(np.float32).astype(float)
+        is_sure = is_sure_throughout | (rng.random((B, T)) < 0.1)
+        numbers["log_rho"] = log_rho
+        numbers["is_sampled_surely"] = (log_rho <= 0) & is_sure
+    numbers["ref"] = _draw_among(stress.ref, (B, T), rng)
+    return numbers
+
+
+def _draw_entropies(
+    stress: Axis, responses: "Responses", rng: np.random.Generator
+) -> np.ndarray:
+    """Draw the entropy of each slot, [B, T]. Each is exact in float32, in which many
+    losses compare entropies with a quantile.
+    """
+    mask = responses.mask
+    drawn = rng.uniform(0, stress.entropy, mask.shape)
+    entropy = drawn.astype(np.float32).astype(float)
     if stress.zero_entropy:
-        entropy = _with_zero_entropies(entropy, mask, lengths)
+        return _with_zero_entropies(entropy, mask, responses.lengths)
+    return entropy
+
+
+def _draw_groups(
+    stress: Axis, id_kind: np.ndarray, ids: tuple[str, ...], rng: np.random.Generator
+) -> Tensor:
+    """Draw the group of each response, [B]: about four responses are of one prompt. Where
+    kinds of ids are named, they decide the groups.
+
+    Args:
+        stress: the axis, which may have blocks of rows of one prompt.
+        id_kind: of each response, [B].
+        ids: as for `stress_batch`.
+        rng: draws them, whether they are used or not.
+    """
+    B = len(id_kind)
     is_by_prompt = stress.order == PROMPT_BY_PROMPT
     prompt = rng.permutation(B) % max(1, B // 4)
+    if ids:
+        return _ids_of_kinds(id_kind, ids, is_by_prompt)
     if stress.block:
         prompt = np.arange(B) // stress.block
         if stress.prompts_in_turn:
             prompt = prompt % stress.prompts_in_turn
     elif is_by_prompt:
         prompt = np.sort(prompt)
-    group = torch.as_tensor(prompt)
-    if ids:
-        group = _ids_of_kinds(responses.id_kind, ids, is_by_prompt)
-    share_of_A = _shares_of_tokens(mask) if stress.by_token else np.ones((B, T))
-    batch = Rollouts.unchecked(
-        adv=torch.tensor(stress.rounded(A[:, None] * share_of_A)),
-        mask=torch.tensor(mask),
-        group=group,
-        entropy=torch.as_tensor(np.where(mask, stress.rounded(entropy), 1.0)),
-    )
-    return RandomNumbers(batch, **numbers)
+    return torch.as_tensor(prompt)
 
 
 FAR_TOKEN = (10.5, 18.0)  # |log r| of single tokens of a response near 1
