@@ -183,6 +183,7 @@ def _describe_chain_rule(objective: Objective) -> str:
     """Return a line with the factors that the chain rule adds to the derivative: that
     of the level (mean_t or sum_t) and the row weight of the aggregation.
     """
+    # a mask of which `row_weights` reads the number of tokens of a response alone
     row = SimpleNamespace(
         sum=lambda _: SimpleNamespace(clamp=lambda min: Symbol("|o_i|"))
     )
@@ -191,27 +192,35 @@ def _describe_chain_rule(objective: Objective) -> str:
     T, t, k = sympy.symbols("T t k", integer=True, positive=True)
     lp = sympy.IndexedBase("lp")
     total = sympy.Sum(lp[t], (t, 1, T))
+    level = f"level {objective.level}"
     of_response = {
         "sequence_mean": ("mean_t lp", total / T),
         "sequence_product": ("sum_t lp", total),
     }
-    name, reduced = of_response.get(objective.level, ("", lp[k]))
-    inner = reduced.diff(lp[k]).doit().subs(T >= k, True)
-    level = f"level {objective.level}" + (
-        f", lp = {name}, d({name})/dlp_t = {inner}, T = |o_i|" if name else ""
-    )
+    if objective.level in of_response:
+        name, reduced = of_response[objective.level]
+        inner = reduced.diff(lp[k]).doit().subs(T >= k, True)
+        level += f", lp = {name}, d({name})/dlp_t = {inner}, T = |o_i|"
     symbol_words = {
         "N": "N tokens in all",
         "B": "B responses",
         "P": "P prompts",
         "N_g": "N_g tokens of prompt g",
     }
-    legend = ", ".join(
-        symbol_words[symbol.name]
-        for symbol in sorted(rows.free_symbols, key=str)
-        if symbol.name in symbol_words
-    )
+    named = [symbol.name for symbol in sorted(rows.free_symbols, key=str)]
+    legend = ", ".join(symbol_words[name] for name in named if name in symbol_words)
     return f"  {level}; aggregation {objective.agg}: row weight {rows} ({legend})"
+
+
+class _Regime(NamedTuple):
+    """A regime: an interval of r for each token, J there, its derivative by one token's
+    lp, and the weight of that token.
+    """
+
+    intervals: tuple["RatioInterval", ...]
+    J: Expr
+    gradient: Expr
+    weight: Expr
 
 
 def _regimes(
@@ -236,64 +245,63 @@ def _regimes(
         Where it is, in words, and three expressions. Of an objective that couples
         tokens, they are of the first token, or of one whose gradient is not the weight.
     """
-    token_count = FREE_TOKENS if objective.level == "custom" else 1
-    tags = [f"_{i + 1}" for i in range(token_count)] if token_count > 1 else [""]
-    lp, lp_old = (
-        [Symbol(f"{name}{tag}", real=True) for tag in tags] for name in ("lp", "lp_old")
-    )
+    tags = [""]
+    if objective.level == "custom":
+        tags = [f"_{i + 1}" for i in range(FREE_TOKENS)]
+    lp = [Symbol(f"lp{tag}", real=True) for tag in tags]
+    lp_old = [Symbol(f"lp_old{tag}", real=True) for tag in tags]
     r = [Symbol(f"{objective.ratio_symbol}{tag}", positive=True) for tag in tags]
     mu = Symbol("mu", positive=True)
     # log-probability -> what it is in terms of r and mu
-    in_r = {
-        token_lp: log(mu) + log(ratio) for token_lp, ratio in zip(lp, r, strict=True)
-    } | dict.fromkeys(lp_old, log(mu))
+    lp_in_r = [log(mu) + log(ratio) for ratio in r]
+    in_r = dict(zip(lp, lp_in_r, strict=True)) | dict.fromkeys(lp_old, log(mu))
     J = symbolic_J(objective, A, lp, lp_old, letters)
+    J_in_r = symbolic_J(objective, A, lp_in_r, [log(mu)] * len(tags), letters)
     weights = _weights(objective, A, r, mu, letters)
-    J_in_r = symbolic_J(
-        objective,
-        A,
-        [in_r[token_lp] for token_lp in lp],
-        [in_r[token_lp_old] for token_lp_old in lp_old],
-        letters,
-    )
-    edges = {edge for expr in (J_in_r, *weights) for edge in breakpoints(expr, r[0])}
-    intervals = _intervals_between(
-        edges, r[0], values, 1 / mu if objective.reads_mu else oo, notes
-    )
-    rows = []
+    edges: set[Expr] = set()
+    for expr in (J_in_r, *weights):
+        edges.update(breakpoints(expr, r[0]))
+    top = 1 / mu if objective.reads_mu else oo
+    intervals = _intervals_between(edges, r[0], values, top, notes)
+    regimes = []
     # tokens of a response are alike: their order makes no other regime
-    for combination in itertools.combinations_with_replacement(intervals, token_count):
-        point = values | {
-            ratio: interval.point
-            for ratio, interval in zip(r, combination, strict=True)
-        }
+    for of_tokens in itertools.combinations_with_replacement(intervals, len(tags)):
+        points = [interval.point for interval in of_tokens]
+        point = values | dict(zip(r, points, strict=True))
         log_probs = {token_lp: expr.subs(point) for token_lp, expr in in_r.items()}
         J_here = in_regime(J, point | log_probs)
-        gradients = [
-            sympy.simplify(forget_sg(J_here.diff(token_lp)).subs(in_r))
-            for token_lp in lp
-        ]
         # the gradient and the weight of each token
-        pairs = list(
-            zip(gradients, (in_regime(w, point) for w in weights), strict=True)
-        )
+        pairs = []
+        for token_lp, weight in zip(lp, weights, strict=True):
+            gradient = sympy.simplify(forget_sg(J_here.diff(token_lp)).subs(in_r))
+            pairs.append((gradient, in_regime(weight, point)))
         wrong = [pair for pair in pairs if not _are_equal(*pair)]
         shown = wrong[0] if wrong else pairs[0]
-        rows.append((combination, J_here, *shown))
-    # neighbors of one token are joined where J, gradient and weight are the same
-    for _, run in itertools.groupby(
-        rows, key=lambda row: row[1:] if token_count == 1 else row
-    ):
-        neighbors = list(run)
-        first_intervals, *expressions = neighbors[0]
-        last_intervals = neighbors[-1][0]
-        place = ", ".join(
-            _describe_interval(first.low, ratio.name, last.high)
-            for first, ratio, last in zip(
-                first_intervals, r, last_intervals, strict=True
+        regimes.append(_Regime(of_tokens, J_here, *shown))
+    for first, last in _neighbors_alike(regimes):
+        places = [
+            _describe_interval(low_end.low, ratio.name, high_end.high)
+            for low_end, ratio, high_end in zip(
+                first.intervals, r, last.intervals, strict=True
             )
-        )
-        yield (place, *expressions)
+        ]
+        yield ", ".join(places), first.J, first.gradient, first.weight
+
+
+def _neighbors_alike(regimes: list[_Regime]) -> Iterator[tuple[_Regime, _Regime]]:
+    """Yield the first and the last of neighboring regimes that have the same J, gradient
+    and weight. Of several tokens, each regime stays by itself: it is first and last.
+    """
+
+    def expressions(regime: _Regime) -> tuple[Any, ...]:
+        """Return what is the same in neighbors that are joined."""
+        if len(regime.intervals) > 1:
+            return regime
+        return (regime.J, regime.gradient, regime.weight)
+
+    for _, run in itertools.groupby(regimes, key=expressions):
+        neighbors = list(run)
+        yield neighbors[0], neighbors[-1]
 
 
 def symbolic_J(
@@ -358,21 +366,19 @@ def _intervals_between(
         notes: gets the edges that were solved.
     """
     upper_end = top.subs(values)
-    places = {sympy.S.Zero: "0", upper_end: str(top)}
+    words = {sympy.S.Zero: "0", upper_end: str(top)}  # of each end of an interval
     for edge in sorted(edges, key=sympy.default_sort_key):
         if r in edge.free_symbols:
             for root in _roots(edge.subs(values), r, upper_end):
-                places[root] = f"{float(root):.4g}*"
+                words[root] = f"{float(root):.4g}*"
                 notes[edge] = True
         elif 0 < edge.subs(values) < upper_end:
-            places.setdefault(edge.subs(values), sympy.sstr(edge, order="none"))
-    pairs = itertools.pairwise(
-        sorted(places.items(), key=lambda place: float(place[0]))
-    )
-    return [
-        RatioInterval(low_words, high_words, _exact(float(_point_between(low, high))))
-        for (low, low_words), (high, high_words) in pairs
-    ]
+            words.setdefault(edge.subs(values), sympy.sstr(edge, order="none"))
+    intervals = []
+    for low, high in itertools.pairwise(sorted(words, key=float)):
+        point = _exact(float(_point_between(low, high)))
+        intervals.append(RatioInterval(words[low], words[high], point))
+    return intervals
 
 
 def _point_between(low: Expr, high: Expr) -> Expr:
@@ -385,11 +391,13 @@ def _point_between(low: Expr, high: Expr) -> Expr:
 
 
 def _roots(f: Expr, r: Symbol, upper_end: Expr) -> list[Expr]:
-    """Return where f changes sign, by bisection: for bounds without a closed form."""
-    grid = np.exp(np.linspace(-12, math.log(min(float(upper_end), 1e5)) - 1e-9, 500))
-    sign_changes = np.flatnonzero(
-        np.diff(np.sign(np.vectorize(sympy.lambdify(r, f, "math"))(grid)))
-    )
+    """Return where f changes sign, by bisection: for bounds without a closed form.
+    Ratios are looked at from e^-12 to the upper end, 1e5 at most.
+    """
+    last_log = math.log(min(float(upper_end), 1e5)) - 1e-9  # below the upper end
+    grid = np.exp(np.linspace(-12, last_log, 500))
+    signs = np.sign(np.vectorize(sympy.lambdify(r, f, "math"))(grid))
+    sign_changes = np.flatnonzero(np.diff(signs))
     return [
         sympy.nsolve(f, r, (grid[i], grid[i + 1]), solver="bisect")
         for i in sign_changes
@@ -414,9 +422,8 @@ def _compare_by_autograd(
     whether they are equal. The batch has two responses, A = 1 and A = -1, of seven
     ratios each.
     """
-    r = torch.tensor(
-        [0.3, 0.75, 0.95, 1.05, 1.25, 1.9, 4.0], dtype=torch.float64
-    ).expand(2, -1)
+    ratios = [0.3, 0.75, 0.95, 1.05, 1.25, 1.9, 4.0]
+    r = torch.tensor(ratios, dtype=torch.float64).expand(2, -1)
     lp_old = torch.full_like(r, 0.1).log()
     lp = (lp_old + r.log()).requires_grad_()
     A = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
@@ -425,15 +432,14 @@ def _compare_by_autograd(
     batch = Rollouts(lp, lp_old, A, mask, entropy=r / 2)
     (gradient,) = torch.autograd.grad(objective(batch, **hp), lp)
     ok = (gradient - objective.gradient(batch, **hp)).abs().max().item() < 1e-12
-    steps = [f"  {'r':>6} " + " ".join(f"{x:8.2f}" for x in r[0].tolist())]
-    steps += [
-        f"  A = {1 - 2 * i:+} " + " ".join(f"{x or 0:8.4f}" for x in w)
-        for i, w in enumerate(gradient.tolist())
-    ]
-    return [
-        *steps,
-        f"equal to weight x aggregation within 1e-12: {'yes' if ok else 'NO'}",
-    ], ok
+    lines = [f"  {'r':>6} " + " ".join(f"{x:8.2f}" for x in r[0].tolist())]
+    for sign, row in zip((1, -1), gradient.tolist(), strict=True):
+        # `or 0` turns -0.0 into 0
+        numbers = " ".join(f"{number or 0:8.4f}" for number in row)
+        lines.append(f"  A = {sign:+} {numbers}")
+    answer = "yes" if ok else "NO"
+    lines.append(f"equal to weight x aggregation within 1e-12: {answer}")
+    return lines, ok
 
 
 def sympy_gradient(
@@ -460,44 +466,49 @@ def sympy_gradient(
         raise InputError(f"sympy cannot read {o.name}: {o.not_symbolic}.")
     hp = o.resolve(hp)
     mask = batch.mask.numpy()
-    weights = row_weights(
-        o.agg, batch.mask, batch.totals or Totals.of(batch.mask, batch.group)
-    )
+    totals = batch.totals or Totals.of(batch.mask, batch.group)
+    weights = row_weights(o.agg, batch.mask, totals)
     factors = o.factors(batch, **hp)  # of a sampler correction, or None
     ref = batch.logp if batch.logp_ref is None else batch.logp_ref
+    adv = batch.adv.expand(batch.mask.shape)
     tokens = [
         where(batch.mask, tensor.detach(), 0).numpy()
-        for tensor in (
-            batch.logp,
-            batch.logp_old,
-            batch.adv.expand(batch.mask.shape),
-            ref,
-        )
+        for tensor in (batch.logp, batch.logp_old, adv, ref)
     ]
     rows = torch.as_tensor(weights, dtype=torch.float64).expand(len(mask)).numpy()
     gradient = np.zeros(mask.shape)
-    # a mask, and the rows that are derived with it: the batch at once where its tokens
-    # are coupled, else each response by itself
-    parts: list[tuple[np.ndarray, Any]]
-    if o.batch_coupled:
-        parts = [(mask, [np.arange(len(mask))])]
-    else:
-        parts = [
-            (shared[None], np.flatnonzero((mask == shared).all(1))[:, None])
-            for shared in np.unique(mask, axis=0)
-        ]
-    for shared_mask, rows_with_it in parts:
+    for shared_mask, parts in _parts_of_one_mask(mask, o.batch_coupled):
         derivative = _derivative(o, shared_mask, hp)
-        for i in rows_with_it:
+        for part in parts:
             with mpmath.workdps(30):
-                of_responses = [*(array[i].ravel() for array in tokens), rows[i]]
-                numbers = map(mpmath.mpf, np.concatenate(of_responses).tolist())
-                gradient[i] = np.reshape(
-                    list(map(float, derivative(*numbers))), shared_mask.shape
-                )
+                given = [*(array[part].ravel() for array in tokens), rows[part]]
+                numbers = map(mpmath.mpf, np.concatenate(given).tolist())
+                found = [float(number) for number in derivative(*numbers)]
+                gradient[part] = np.reshape(found, shared_mask.shape)
     if factors is None:
         return gradient
     return gradient * o.per_term(factors, batch.mask).numpy()
+
+
+def _parts_of_one_mask(
+    mask: np.ndarray, is_coupled: bool
+) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+    """Yield each mask with the parts of the batch that have it: each response by itself,
+    or the whole batch at once where its responses are coupled.
+
+    Args:
+        mask: of the batch, [B, T].
+        is_coupled: the objective reads other responses of the batch.
+
+    Yields:
+        The mask of a part, [rows of a part, T], and the indices of the rows of each part.
+    """
+    if is_coupled:
+        yield mask, [np.arange(len(mask))]
+        return
+    for shared in np.unique(mask, axis=0):
+        rows_with_it = np.flatnonzero((mask == shared).all(1))
+        yield shared[None], list(rows_with_it[:, None])
 
 
 def _derivative(
@@ -505,44 +516,46 @@ def _derivative(
 ) -> Callable[..., list[Any]]:
     """Return a function of lp, lp_old, A, lp_ref and row weights: the derivatives of
     these responses' share of J by each lp.
+
+    Args:
+        objective: the objective.
+        mask: of these responses, [B, T].
+        hp: its hyperparameters, as numbers.
     """
 
     def symbols(name: str, *shape: int) -> np.ndarray:
         """Return an array of symbols of this shape."""
-        return SymbolArray(
-            [Symbol(f"{name}_{i}", real=True) for i in range(math.prod(shape))]
-        ).reshape(shape)
+        count = math.prod(shape)
+        names = [Symbol(f"{name}_{i}", real=True) for i in range(count)]
+        return SymbolArray(names).reshape(shape)
 
-    lp, lp_old, A, ref = (
-        symbols(name, *mask.shape) for name in ("lp", "lp_old", "A", "lp_ref")
-    )
+    lp = symbols("lp", *mask.shape)
+    lp_old = symbols("lp_old", *mask.shape)
+    A = symbols("A", *mask.shape)
+    ref = symbols("lp_ref", *mask.shape)
     rows = symbols("w", len(mask))
-    first_A = A[range(len(mask)), mask.argmax(1)]
-    arguments = (
-        lp,
-        lp_old,
-        np.repeat(first_A[:, None], mask.shape[1], 1)
-        if objective.agg == "seq-mean"
-        else A,
-    )
+    is_by_row = objective.agg == "seq-mean"  # one term for each response
+    first_A = A[range(len(mask)), mask.argmax(1)]  # of each response
+    arguments: tuple[Any, ...]
     if objective.level in REDUCE:
-        arguments = (
-            REDUCE[objective.level](lp, mask),
-            REDUCE[objective.level](lp_old, mask),
-            first_A,
-        )
-    terms = objective.fn(
-        *arguments,
-        *([mask] if objective.level == "custom" else []),
-        **objective.surrogate_hyperparameters(hp),
-    )
-    copies = 1 if objective.agg == "seq-mean" else mask.sum(-1)  # of a response's term
-    J = np.dot(rows, terms * copies if terms.ndim == 1 else sum_t(terms, mask))
+        reduce = REDUCE[objective.level]
+        arguments = (reduce(lp, mask), reduce(lp_old, mask), first_A)
+    elif is_by_row:
+        arguments = (lp, lp_old, np.repeat(first_A[:, None], mask.shape[1], 1))
+    else:
+        arguments = (lp, lp_old, A)
+    if objective.level == "custom":
+        arguments = (*arguments, mask)
+    terms = objective.fn(*arguments, **objective.surrogate_hyperparameters(hp))
+    if terms.ndim == 1:
+        # the term of a response counts once, or once for each of its tokens
+        shares = terms * (1 if is_by_row else mask.sum(-1))
+    else:
+        shares = sum_t(terms, mask)
+    J = np.dot(rows, shares)
     if hp.get("beta"):
-        J -= hp["beta"] * np.dot(
-            rows, sum_t(kl.per_token(objective.kl, lp, ref, lp_old), mask)
-        )
+        penalties = sum_t(kl.per_token(objective.kl, lp, ref, lp_old), mask)
+        J -= hp["beta"] * np.dot(rows, penalties)
     derivatives = [forget_sg(J.diff(x)) for x in lp.flat]
-    return sympy.lambdify(
-        [*lp.flat, *lp_old.flat, *A.flat, *ref.flat, *rows], derivatives, "mpmath"
-    )
+    inputs = [*lp.flat, *lp_old.flat, *A.flat, *ref.flat, *rows]
+    return sympy.lambdify(inputs, derivatives, "mpmath")

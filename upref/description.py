@@ -253,7 +253,8 @@ def _defaults(objective: Written) -> dict[str, Any]:
 
 def _weight(objective: Written) -> ast.FunctionDef:
     """Return the function of the weight: it stands below `@NAME.with_weight`, or in
-    `NAME.with_weight(FUNCTION)`.
+    `NAME.with_weight(FUNCTION)`; FUNCTION may be `OTHER.closed_form`, the weight of
+    another objective.
 
     Raises:
         Unreadable: it stands elsewhere.
@@ -266,20 +267,16 @@ def _weight(objective: Written) -> ast.FunctionDef:
             return function
     for node in tree.body:
         call = node.value if isinstance(node, ast.Expr) else None
-        if (
-            isinstance(call, ast.Call)
-            and ast.unparse(call.func) == f"{name}.with_weight"
-        ):
-            function_name = ast.unparse(call.args[0])
-            other_objective = function_name.removesuffix(".closed_form")
-            if (
-                function_name != other_objective
-                and other_objective != name
-                and other_objective in written()
-            ):
-                return _weight(written()[other_objective])
-            if function_name in functions:
-                return functions[function_name]
+        if not isinstance(call, ast.Call):
+            continue
+        if ast.unparse(call.func) != f"{name}.with_weight":
+            continue
+        given = ast.unparse(call.args[0])
+        other = given.removesuffix(".closed_form")
+        if other not in (given, name) and other in written():
+            return _weight(written()[other])
+        if given in functions:
+            return functions[given]
     raise Unreadable(name)
 
 

@@ -270,22 +270,34 @@ class _Head:
         Yields:
             The columns of the tile, their rows of W, and x, [N, columns].
         """
-        width = kept[0].shape[1] if kept else max(1, self.chunk // max(1, len(h)))
+        if kept:
+            width = kept[0].shape[1]
+        else:
+            width = max(1, self.chunk // max(1, len(h)))  # `chunk` logits at most
         for i, start in enumerate(range(0, len(weight), width)):
             columns = slice(start, start + width)
             W = weight[columns].to(h.dtype)
-            if kept:
-                yield columns, W, kept[i] if self.in_triton else kept[i][rows]
-                continue
-            if bias is None:
-                x = _product(h, W.T)
-            elif h.dtype == torch.bfloat16:
-                x = _product(h, W.T).add_(bias[columns])
+            if not kept:
+                yield columns, W, self._logits_of_tile(h, W, bias, columns)
+            elif self.in_triton:  # the kernels pick the rows themselves
+                yield columns, W, kept[i]
             else:
-                x = torch.addmm(self.inner * bias[columns].to(h.dtype), h, W.T)
-            if h.dtype == torch.bfloat16 and self.scale_of_kernels(h) == 1:
-                x.mul_(self.inner)
-            yield columns, W, x.tanh_().mul_(self.outer) if self.softcap else x
+                yield columns, W, kept[i][rows]
+
+    def _logits_of_tile(
+        self, h: Tensor, W: Tensor, bias: Tensor | None, columns: slice
+    ) -> Tensor:
+        """Compute x of the columns of one tile, [N, columns]; W has their rows."""
+        if bias is None:
+            x = _product(h, W.T)
+        elif h.dtype == torch.bfloat16:
+            x = _product(h, W.T).add_(bias[columns])
+        else:
+            x = torch.addmm(self.inner * bias[columns].to(h.dtype), h, W.T)
+        # else `states`, or the kernels, multiply by inner
+        if h.dtype == torch.bfloat16 and self.scale_of_kernels(h) == 1:
+            x.mul_(self.inner)
+        return x.tanh_().mul_(self.outer) if self.softcap else x
 
     def exact_logits(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor
@@ -451,6 +463,26 @@ class _TokensWithGradient(NamedTuple):
         return dx if slope is None else dx.mul_(slope)
 
 
+def _gradient_of_weight(
+    parts: list[Tensor], h: Tensor, inner: float, wide_dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of the rows of W of one tile, [columns, H].
+
+    Args:
+        parts: as of `_TokensWithGradient.parts_of_gradient`.
+        h: the states, [n, H].
+        inner: of the head.
+        wide_dtype: that of h where `_Head.states` has multiplied it by inner.
+    """
+    first, *rest = parts
+    summed = _product(first.T, h)
+    for part in rest:
+        summed += _product(part.T, h)
+    if h.dtype != wide_dtype:
+        summed.mul_(inner)
+    return summed
+
+
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(hidden: Any, weight: Any, bias: Any, tokens: Any, head: Any) -> Any:
@@ -540,8 +572,11 @@ class _LogProbs(torch.autograd.Function):
         hidden, weight, bias, tokens, log_z, H, *kept = saved
         needs_dh, needs_dW, needs_db, *_ = needs_gradient
         with torch.autocast(hidden.device.type, enabled=False):
-            g = torch.zeros_like(H) if g is None else g
-            has_gradient = g != 0 if g_H is None else (g != 0) | (g_H != 0)
+            if g is None:
+                g = torch.zeros_like(H)
+            has_gradient = g != 0
+            if g_H is not None:
+                has_gradient = has_gradient | (g_H != 0)
             rows = has_gradient.flatten().nonzero()[:, 0]
             wide_dtype = H.dtype
             h = head.states(hidden.flatten(0, -2)[rows], weight, wide_dtype)
@@ -562,28 +597,20 @@ class _LogProbs(torch.autograd.Function):
             db = torch.empty_like(bias) if needs_db else None
             rows_of_x = rows if kept else torch.arange(len(rows), device=rows.device)
             for columns, W, x in head.tiles(h, weight, bias, kept, rows):
-                first, *rest = trained.parts_of_gradient(head, columns, x, h, rows_of_x)
+                parts = trained.parts_of_gradient(head, columns, x, h, rows_of_x)
                 if dh is not None:
-                    for part in (first, *rest):
+                    for part in parts:
                         _add_product(dh, part, W, head.inner)
                 if dW is not None:
-                    summed = _product(first.T, h)
-                    for part in rest:
-                        summed += _product(part.T, h)
-                    # else `states` has multiplied h by inner
-                    if h.dtype != wide_dtype:
-                        summed.mul_(head.inner)
-                    dW[columns] = summed
+                    dW[columns] = _gradient_of_weight(parts, h, head.inner, wide_dtype)
                 if db is not None:
-                    dx_sum = sum(
-                        part.sum(0, dtype=wide_dtype) for part in (first, *rest)
-                    )
+                    dx_sum = sum(part.sum(0, dtype=wide_dtype) for part in parts)
                     db[columns] = head.inner * dx_sum
             if dh is not None:
-                all_rows = hidden.new_zeros(hidden.shape).flatten(0, -2)
-                dh = all_rows.index_copy_(0, rows, dh.to(hidden.dtype)).reshape(
-                    hidden.shape
-                )
+                # 0 for the tokens without an upstream gradient
+                dh_of_all = hidden.new_zeros(hidden.shape).flatten(0, -2)
+                dh_of_all.index_copy_(0, rows, dh.to(hidden.dtype))
+                dh = dh_of_all.reshape(hidden.shape)
         return dh, dW, db, None, None
 
     @staticmethod

@@ -141,63 +141,60 @@ class Rollouts:
         """Return whether every field has the commonest types and the right shape: no
         need to ask jaxtyping, which is slow.
         """
-        optional = [
-            x for x in (self.logp_ref, self.entropy, self.logp_sampler) if x is not None
-        ]
-        lps = [self.logp, self.logp_old, *optional]
         mask = self.mask
-        group = self.group
-        adv = self.adv
         if not (is_materialized(mask) and mask.dtype is torch.bool and mask.ndim == 2):
             return False
         B, T = mask.shape
-        return (
-            all(
-                is_materialized(x) and x.dtype in FLOATS and x.shape == (B, T)
-                for x in lps
-            )
-            and (
-                is_materialized(adv)
-                and adv.dtype in FLOATS
-                and adv.shape in ((B, T), (B, 1))
-            )
-            and (
-                group is None
-                or (
-                    is_materialized(group)
-                    and group.dtype is torch.int64
-                    and group.shape == (B,)
-                )
-            )
-        )
+        log_probs = [self.logp, self.logp_old]
+        for optional in (self.logp_ref, self.entropy, self.logp_sampler):
+            if optional is not None:
+                log_probs.append(optional)
+        for x in log_probs:
+            if not is_materialized(x) or x.dtype not in FLOATS or x.shape != (B, T):
+                return False
+        adv = self.adv
+        if not is_materialized(adv) or adv.dtype not in FLOATS:
+            return False
+        if adv.shape not in ((B, T), (B, 1)):
+            return False
+        group = self.group
+        if group is None:
+            return True
+        if not is_materialized(group) or group.dtype is not torch.int64:
+            return False
+        return group.shape == (B,)
 
     def _check_types(self) -> None:
         """Refuse fields of another type or shape than they are declared with."""
         if self._plain() and self.mask.numel():
             return
-        shapes = (
-            f" (logp is {describe(self.logp)})" if isinstance(self.logp, Tensor) else ""
-        )
         with jaxtyped("context"):  # binds B and T over all the fields
-            for field in (f for f in fields_of(self) if f.name != "totals"):
-                x = getattr(self, field.name)
-                kinds = get_args(field.type) or (field.type,)
-                if not any(isinstance(x, kind) for kind in kinds) or (
-                    isinstance(x, Tensor) and not is_materialized(x)
-                ):
-                    want = " or ".join(getattr(k, "__name__", str(k)) for k in kinds)
-                    mend = ""
-                    if field.name == "mask" and isinstance(x, Tensor):
-                        mend = ": pass mask.bool()"
-                    if field.name == "adv" and isinstance(x, Tensor) and x.dim() == 1:
-                        mend = ": pass adv[:, None]"
-                    raise InputError(
-                        f"{field.name} must be {want}, got {describe(x)}{shapes}{mend}."
-                    )
+            for field in fields_of(self):
+                if field.name != "totals":
+                    self._check_type(field.name, field.type)
         if self.mask.numel() == 0:
             raise InputError(
                 f"the batch is empty (mask has shape {tuple(self.mask.shape)}): give at least one response."
             )
+
+    def _check_type(self, name: str, declared: Any) -> None:
+        """Raise InputError where a field has another type or shape than is declared."""
+        x = getattr(self, name)
+        kinds = get_args(declared) or (declared,)
+        is_of_kind = any(isinstance(x, kind) for kind in kinds)
+        is_empty_shell = isinstance(x, Tensor) and not is_materialized(x)
+        if is_of_kind and not is_empty_shell:
+            return
+        want = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+        shapes = ""
+        if isinstance(self.logp, Tensor):
+            shapes = f" (logp is {describe(self.logp)})"
+        mend = ""
+        if name == "mask" and isinstance(x, Tensor):
+            mend = ": pass mask.bool()"
+        if name == "adv" and isinstance(x, Tensor) and x.dim() == 1:
+            mend = ": pass adv[:, None]"
+        raise InputError(f"{name} must be {want}, got {describe(x)}{shapes}{mend}.")
 
     def _check_devices(self) -> None:
         """Raise InputError where two tensors are on different devices."""
