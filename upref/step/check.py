@@ -547,31 +547,31 @@ def _report_all_steps(reports: list[StepReport], shared_cause: str) -> StepRepor
         shared_cause: the cause that all steps show together, in words; it replaces that
             of each step's first failure. "" where there is none.
     """
-    worst = max(reports, key=lambda r: r.error)
-    findings = [
-        replace(
-            f,
-            about=f"step {n}: {f.about}",
-            cause=shared_cause if shared_cause and f is r.failures[0] else f.cause,
-        )
-        for n, r in enumerate(reports)
-        for f in r.findings
-    ]
+    first = reports[0]
+    worst = max(reports, key=lambda report: report.error)
+    findings = []
+    for n, report in enumerate(reports):
+        for finding in report.findings:
+            cause = finding.cause
+            if shared_cause and finding is report.failures[0]:
+                cause = shared_cause
+            about = f"step {n}: {finding.about}"
+            findings.append(replace(finding, about=about, cause=cause))
     not_reached_in_any_step = {
-        k: v
-        for k, v in reports[0].not_reached.items()
-        if all(k in r.not_reached for r in reports)
+        name: bound
+        for name, bound in first.not_reached.items()
+        if all(name in report.not_reached for report in reports)
     }
     return replace(
         worst,
         loss=f"{len(reports)} steps",
         findings=findings,
-        exercised=reports[0].exercised,
-        unexercised=reports[0].unexercised,
-        at_bound=sum(r.at_bound for r in reports),
-        other_side=sum(r.other_side for r in reports),
+        exercised=first.exercised,
+        unexercised=first.unexercised,
+        at_bound=sum(report.at_bound for report in reports),
+        other_side=sum(report.other_side for report in reports),
         not_reached=not_reached_in_any_step,
-        reach=reports[0].reach,
+        reach=first.reach,
     )
 
 

@@ -196,13 +196,13 @@ def _encoded(sketch: Tensor) -> str:
 
 def _decoded(meta: Mapping[str, str], key: str) -> Gradient:
     """Return the sketches of this key from text, by the names of the parameters."""
-    return {
-        name.removeprefix(f"{key}: "): torch.from_numpy(
-            np.frombuffer(base64.b64decode(text), dtype=np.float64).copy()
-        )
-        for name, text in meta.items()
-        if name.startswith(f"{key}: ")
-    }
+    sketches = {}
+    for entry, text in meta.items():
+        if entry.startswith(f"{key}: "):
+            numbers = np.frombuffer(base64.b64decode(text), dtype=np.float64)
+            # a copy, because a tensor may be written to
+            sketches[entry.removeprefix(f"{key}: ")] = torch.from_numpy(numbers.copy())
+    return sketches
 
 
 @contextmanager
@@ -237,18 +237,19 @@ def dump_step(
 
     def keep_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Keep the sketch of each gradient that the first step has."""
-        name_of = {id(p): n for n, p in net.named_parameters()}
+        name_of = {id(p): name for name, p in net.named_parameters()}
         if "weights" not in meta:
             meta["weights"] = hash_of(net)
             meta.update(halves.meta())
         for group in optimizer.param_groups:
             sign = -1.0 if group.get("maximize") else 1.0
             for p in group["params"]:
-                key = f"gradient: {name_of.get(id(p), '')}"
-                if id(p) in name_of and p.grad is not None and key not in meta:
-                    g = to_dense(gather_tensor(p.grad))
-                    meta[key] = _encoded(sign * project(name_of[id(p)], g))
-                    meta[f"norm: {name_of[id(p)]}"] = repr(float(g.double().norm()))
+                name = name_of.get(id(p))
+                if name is None or p.grad is None or f"gradient: {name}" in meta:
+                    continue
+                g = to_dense(gather_tensor(p.grad))
+                meta[f"gradient: {name}"] = _encoded(sign * project(name, g))
+                meta[f"norm: {name}"] = repr(float(g.double().norm()))
 
     handle = register_optimizer_step_pre_hook(keep_gradients)
     try:
@@ -285,33 +286,37 @@ def _batch_of(rows: list[Row], meta: dict[str, str], file: str) -> RecordedBatch
     """Return the rows in the columns of docs/dump.md, prompts included. A column that
     some row lacks is left out.
     """
-    offsets = np.cumsum([0, *(len(r.ids) for r in rows)])
 
-    def flat(values: list[list[Any]]) -> np.ndarray:
+    def join(entries_of_rows: list[list[Any]]) -> np.ndarray:
         """Return one number for each token of all rows, one row behind the other: 0 in
         prompts.
         """
-        columns_of_rows = (
-            [0] * len(r.prompt) + list(x) for r, x in zip(rows, values, strict=True)
-        )
-        return np.array([v for column in columns_of_rows for v in column])
+        joined: list[Any] = []
+        for row, entries in zip(rows, entries_of_rows, strict=True):
+            joined += [0] * len(row.prompt)
+            joined += entries
+        return np.array(joined)
 
+    ids: list[int] = []
+    advantages = []
+    for row in rows:
+        ids += row.ids
+        if isinstance(row.adv, list):
+            advantages.append(row.adv)
+        else:
+            advantages.append([row.adv] * len(row.response))
     columns: dict[str, Any] = {
-        "offsets": offsets,
-        "ids": np.array([t for r in rows for t in r.ids]),
-        "mask": flat([r.trains for r in rows]),
-        "adv": flat(
-            [
-                r.adv if isinstance(r.adv, list) else [r.adv] * len(r.response)
-                for r in rows
-            ]
-        ).astype(float),
-        "group": np.array([r.group for r in rows]),
+        "offsets": np.cumsum([0, *(len(row.ids) for row in rows)]),
+        "ids": np.array(ids),
+        "mask": join([row.trains for row in rows]),
+        "adv": join(advantages).astype(float),
+        "group": np.array([row.group for row in rows]),
     }
     for name in COLUMNS:
-        if all(getattr(r, name) is not None for r in rows):
-            columns[name] = flat([getattr(r, name) for r in rows]).astype(float)
-    lengths = [[len(r.prompt), len(r.response)] for r in rows]
+        entries_of_rows = [getattr(row, name) for row in rows]
+        if all(entries is not None for entries in entries_of_rows):
+            columns[name] = join(entries_of_rows).astype(float)
+    lengths = [[len(row.prompt), len(row.response)] for row in rows]
     return make_batch(columns, file=file, meta=meta | {"rows": json.dumps(lengths)})
 
 
@@ -408,15 +413,14 @@ def _doubt(meta: Mapping[str, str], first: Attempt, cause: Cause) -> str:
 def _rows_of(batch: RecordedBatch) -> list[Row]:
     """Return the rows of a dumped step."""
     rows = []
-    for i, (prompt_length, response_length) in enumerate(
-        json.loads(batch.meta["rows"])
-    ):
+    lengths = json.loads(batch.meta["rows"])
+    for i, (prompt_length, response_length) in enumerate(lengths):
         response = slice(prompt_length, prompt_length + response_length)
-        columns = {
-            name: value[i, response].tolist()
-            for name in ("adv", *COLUMNS)
-            if (value := getattr(batch, name)) is not None
-        }
+        columns = {}
+        for name in ("adv", *COLUMNS):
+            values = getattr(batch, name)
+            if values is not None:
+                columns[name] = values[i, response].tolist()
         ids = batch.ids[i].tolist()
         group = 0 if batch.group is None else int(batch.group[i])
         trains = batch.mask[i, response].tolist()

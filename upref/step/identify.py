@@ -351,30 +351,48 @@ def _candidates(
         clip: the bound of the gradient's norm. It makes the constant factor differ from
             draw to draw, and no more than 1.
     """
-    first, *others = draws
-    order = sorted(
-        names(),
-        key=lambda n: TRIED_FIRST.index(n) if n in TRIED_FIRST else len(TRIED_FIRST),
-    )
+
+    def place(name: str) -> int:
+        """Return where an objective stands among those that are tried first."""
+        return TRIED_FIRST.index(name) if name in TRIED_FIRST else len(TRIED_FIRST)
+
+    order = sorted(names(), key=place)
     for on_policy, name in product([True] if all_on_policy else [False, True], order):
         with suppress(InputError, RuntimeError, ArithmeticError):
-            for hp in _hyperparameters_to_try(
-                make_goal(name, {}, temperature).hp, on_policy
-            ):
-                goal = make_goal(name, hp, temperature)
-                k = first.factor(goal, on_policy)
-                if k is None:
-                    continue
-                other_factors = [draw.factor(goal, on_policy) for draw in others]
-                if clip is not None:
-                    if any(x is None or not 0 < x <= 1 for x in [k, *other_factors]):
-                        continue
-                    yield StepMatch(name, hp, on_policy, 1.0, clip=clip)
-                    break
-                if any(x is None or abs(x / k - 1) > TOLERANCE for x in other_factors):
-                    continue
-                yield StepMatch(name, hp, on_policy, _short_number(k))
-                break  # other numbers with these weights: not_reached has them
+            defaults = make_goal(name, {}, temperature).hp
+            for hp in _hyperparameters_to_try(defaults, on_policy):
+                scale = _shared_scale(
+                    draws, make_goal(name, hp, temperature), on_policy, clip
+                )
+                if scale is not None:
+                    yield StepMatch(name, hp, on_policy, scale, clip=clip)
+                    break  # other numbers with these weights: not_reached has them
+
+
+def _shared_scale(
+    draws: list[Draw], goal: Goal, on_policy: bool, clip: float | None
+) -> float | None:
+    """Return the constant factor of the weights, if they are those of a goal on all
+    draws; else None.
+
+    Args:
+        draws: of the step.
+        goal: the objective with its numbers.
+        on_policy: the step takes all ratios for 1.
+        clip: as of `_candidates`: with a clip, the factor itself is not known, and is 1.
+    """
+    first, *others = draws
+    factor = first.factor(goal, on_policy)
+    if factor is None:
+        return None
+    other_factors = [draw.factor(goal, on_policy) for draw in others]
+    if clip is not None:
+        if any(x is None or not 0 < x <= 1 for x in [factor, *other_factors]):
+            return None
+        return 1.0
+    if any(x is None or abs(x / factor - 1) > TOLERANCE for x in other_factors):
+        return None
+    return _short_number(factor)
 
 
 def _hyperparameters_to_try(

@@ -1068,10 +1068,7 @@ def _find_term_aggregation(
     other terms are right: its temperature, its tokens or its aggregation.
     """
     coefficients = goal.coefficients
-    count = len(forward.rows)
     for key in ("H", "KL", "V"):
-        name = TERMS[key]
-        term_id = TERM_IDS[key]
         if not coefficients[key]:
             continue
         other_terms = [other for other in coefficients if other != key]
@@ -1085,36 +1082,66 @@ def _find_term_aggregation(
         reads_temperature = key != "V"
         tolerance = _relative_bound(bound, gradient, rest)
         if reads_temperature and is_near(rest, unscaled_term, tolerance):
-            words = f"{name} is taken at temperature 1"
-            return Cause(words, (f"{term_id}-at-temperature-1",))
-        if key == "H" and (
-            cause := _find_bonus_over_prompts(
+            words = f"{TERMS[key]} is taken at temperature 1"
+            return Cause(words, (f"{TERM_IDS[key]}-at-temperature-1",))
+        if key == "H":
+            cause = _find_bonus_over_prompts(
                 goal, forward, batch, rest, gradient, bound
             )
-        ):
+            if cause:
+                return cause
+        cause = _find_aggregation_of_term(
+            key, goal, forward, batch, rest, bound * gradient.norm()
+        )
+        if cause:
             return cause
-        sums = goal.parts(forward.statistics(), batch, "seq-mean-token-sum")
-        term_rows = forward.by_row(-count * sums[key])
-        factors, residual = best_factors(term_rows, rest)
-        if residual * rest.norm() <= bound * gradient.norm():
-            times = goal.scale * coefficients[key]
-            explanation = explain_factors(
-                goal,
-                forward.rows,
-                batch,
-                factors / times,
-                without_weight=[],
-                tolerance=1e-2,
-            )
-            if explanation is not None and explanation[0]:
-                aggregation, row_factors = explanation
-                left = rest - times * row_factors @ term_rows
-                if left.norm() <= 2 * bound * gradient.norm():
-                    ids = tuple(f"{term_id}-{id_}" for id_ in aggregation.ids)
-                    return Cause(f"{name}: {aggregation}", ids)
-            words = f"{name}: one factor a response that no known aggregation has"
-            return Cause(words, (f"{term_id}-by-unknown-aggregation",))
     return NO_CAUSE
+
+
+def _find_aggregation_of_term(
+    key: str,
+    goal: Goal,
+    forward: Forward,
+    batch: Padded,
+    rest: Tensor,
+    largest_error: Tensor,
+) -> Cause:
+    """Return the cause that a term has another aggregation, if one factor for each
+    response makes what the gradient has of it.
+
+    Args:
+        key: of the term: H, KL or V.
+        goal: the objective with its terms.
+        forward: the right forward pass.
+        batch: its rows.
+        rest: what the gradient has of the term, [P].
+        largest_error: that is allowed, as a norm.
+    """
+    name = TERMS[key]
+    term_id = TERM_IDS[key]
+    sums = goal.parts(forward.statistics(), batch, "seq-mean-token-sum")
+    # the term of each response, summed over its tokens, [B, P]
+    term_rows = forward.by_row(-len(forward.rows) * sums[key])
+    factors, residual = best_factors(term_rows, rest)
+    if not residual * rest.norm() <= largest_error:  # not a number either
+        return NO_CAUSE
+    times = goal.scale * goal.coefficients[key]
+    explanation = explain_factors(
+        goal,
+        forward.rows,
+        batch,
+        factors / times,
+        without_weight=[],
+        tolerance=1e-2,
+    )
+    if explanation is not None and explanation[0]:
+        aggregation, row_factors = explanation
+        left = rest - times * row_factors @ term_rows
+        if left.norm() <= 2 * largest_error:
+            ids = tuple(f"{term_id}-{id_}" for id_ in aggregation.ids)
+            return Cause(f"{name}: {aggregation}", ids)
+    words = f"{name}: one factor a response that no known aggregation has"
+    return Cause(words, (f"{term_id}-by-unknown-aggregation",))
 
 
 def _find_bonus_over_prompts(

@@ -117,24 +117,18 @@ def halves_of(passes: Sequence[Passed], rows: Sequence[Row]) -> Halves | None:
         The halves; None where there are less than two passes, or a row was fed to no
             pass, or to several, or the gradients were changed between two passes.
     """
-    of_pass = []
+    of_pass = []  # the number of the pass to which each row was fed
     for row in rows:
         fed_to = [n for n, one_pass in enumerate(passes) if locate(one_pass.fed, row)]
         if len(fed_to) != 1:
             return None
         of_pass.append(fed_to[0])
-    counts = [0] * len(passes)
+    counts = [0] * len(passes)  # tokens that train in each pass
     for row, n in zip(rows, of_pass, strict=True):
         counts[n] += sum(row.trains)
-    # how far from half of the tokens a cut in front of pass n is, and n
-    cuts = [
-        (abs(2 * sum(counts[:n]) - sum(counts)), n)
-        for n in range(1, len(passes))
-        if any(counts[:n]) and any(counts[n:])
-    ]
-    if not cuts:
+    cut = _middle_of(counts)
+    if cut is None:
         return None
-    _, cut = min(cuts)
     gradients: tuple[Gradient, Gradient] = ({}, {})
     for n, one_pass in enumerate(passes):
         if not _holds(one_pass.before):  # what had accumulated was dropped
@@ -146,6 +140,21 @@ def halves_of(passes: Sequence[Passed], rows: Sequence[Row]) -> Halves | None:
             added = x - one_pass.before.get(name, torch.zeros_like(x))
             half[name] = half.get(name, torch.zeros_like(x)) + added
     return Halves([int(n >= cut) for n in of_pass], gradients)
+
+
+def _middle_of(counts: list[int]) -> int | None:
+    """Return the place at which a cut makes the sums on both sides most alike, the first
+    of several; None where every cut leaves a side without any.
+    """
+    cuts = []
+    for place in range(1, len(counts)):
+        if any(counts[:place]) and any(counts[place:]):
+            unevenness = abs(2 * sum(counts[:place]) - sum(counts))
+            cuts.append((unevenness, place))
+    if not cuts:
+        return None
+    _, best = min(cuts)
+    return best
 
 
 def _holds(gradient: Gradient) -> bool:
@@ -187,25 +196,20 @@ def fits(
 
     def beside(times: float) -> GradientComparison:
         """Return the halves, multiplied, beside those that they should be."""
-        two_halves = HalvedGradient(
-            {
-                name: times
-                * torch.stack(
-                    [g.get(name, _zeros(model, name)) for g in halves.gradients]
-                )
-                for name in model.shapes
-            }
-        )
-        return compare(goal, halved, two_halves, bound)
+        multiplied = {}
+        for name in model.shapes:
+            sketches = [g.get(name, _zeros(model, name)) for g in halves.gradients]
+            multiplied[name] = times * torch.stack(sketches)
+        return compare(goal, halved, HalvedGradient(multiplied), bound)
 
     accumulated = beside(1.0)
     if accumulated.error <= bound and {*cause.ids} <= AFTER_BACKWARD:
         return True  # both are right before the optimizer
     times = _times(halves, model, whole_model.split(comparison.found))
-    if comparison.goal.clip is not None and times is not None and 0 < times < 1:
-        times = 1.0  # the clip of the norm
     if times is None:
         return None
+    if comparison.goal.clip is not None and 0 < times < 1:
+        times = 1.0  # the clip of the norm
     scaled = accumulated if times == 1 else beside(times)
     ids = {*diagnose(scaled, halved, bound, None, cause)[0].fault_ids}
     return {*cause.ids} <= ids
@@ -234,7 +238,7 @@ def _times(halves: Halves, model: HalvedModel, found: Gradient) -> float | None:
         return 1.0
     x = torch.cat(expected)
     y = torch.cat(got)
+    # least squares: y = times · x
     times = float(x @ y / (x @ x).clamp(min=1e-300))
-    return (
-        times if float((y - times * x).norm()) <= PROPORTIONAL_TOL * y.norm() else None
-    )
+    is_proportional = float((y - times * x).norm()) <= PROPORTIONAL_TOL * y.norm()
+    return times if is_proportional else None

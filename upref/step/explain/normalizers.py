@@ -411,40 +411,53 @@ def _sums_over(step: _Step, parts: Sequence[Partition]) -> list[Factors]:
     """List sums over the parts of each partition, a list for each size by which they are
     divided.
     """
-    count = len(step.rows)
     rows = step.rows
     mask = torch.tensor(step.mask)
     out = []
     for size_id, size_words, size_of in SIZES:
-        aggregations = []
-        for parts_id, words_of_parts, partition in parts:
-            sizes = [
-                size_of([rows[i] for i in part_rows.tolist()])
-                for part_rows in partition
-            ]
-            weighted_means = torch.zeros(count, dtype=torch.float64)
-            sum_factors = torch.zeros(count, dtype=torch.float64)
-            for part_rows, size_of_part in zip(partition, sizes, strict=True):
-                trained = float(mask[part_rows].sum().clamp(min=1))
-                weighted_means[part_rows] = size_of_part / trained / sum(sizes)
-                sum_factors[part_rows] = 1 / size_of_part
+        aggregations: Factors = []
+        for parts_id, parts_words, partition in parts:
+            sizes = []
+            for part_rows in partition:
+                sizes.append(size_of([rows[i] for i in part_rows.tolist()]))
             if len(partition) > 1:
-                words = f"token-mean is taken over {words_of_parts}, and each result is weighted by its {size_words}"
+                words = f"token-mean is taken over {parts_words}, and each result is weighted by its {size_words}"
                 ids = (f"mean-over-{parts_id}-weighted-by-{size_id}",)
-                aggregations.append((Cause(words, ids), weighted_means))
-            words = f"the sum over {words_of_parts} is divided by the {size_words}"
+                factors = _weighted_means(mask, partition, sizes)
+                aggregations.append((Cause(words, ids), factors))
+            words = f"the sum over {parts_words} is divided by the {size_words}"
             ids = (f"sum-over-{parts_id}-divided-by-{size_id}",)
-            aggregations.append((Cause(words, ids), sum_factors / len(partition)))
+            one_over_size = torch.zeros(len(rows), dtype=torch.float64)
+            share = torch.zeros(len(rows), dtype=torch.float64)  # of the responses
+            for part_rows, size_of_part in zip(partition, sizes, strict=True):
+                one_over_size[part_rows] = 1 / size_of_part
+                share[part_rows] = len(part_rows) / len(rows)
+            aggregations.append((Cause(words, ids), one_over_size / len(partition)))
             parts_differ = len({len(part_rows) for part_rows in partition}) > 1
             if parts_differ and size_id != "responses":
-                share = torch.zeros(count, dtype=torch.float64)
-                for part_rows in partition:
-                    share[part_rows] = len(part_rows) / count
                 words += ", and each result is weighted by its responses"
                 ids = (f"{ids[0]}-weighted-by-responses",)
-                aggregations.append((Cause(words, ids), sum_factors * share))
+                aggregations.append((Cause(words, ids), one_over_size * share))
         out.append(aggregations)
     return out
+
+
+def _weighted_means(
+    mask: Tensor, partition: Sequence[Tensor], sizes: Sequence[float]
+) -> Tensor:
+    """Return the factor of each response, [B], in the mean over tokens of each part,
+    weighted by the sizes of the parts.
+
+    Args:
+        mask: of the step, [B, T].
+        partition: the indices of the rows of each part.
+        sizes: of the parts.
+    """
+    factors = torch.zeros(len(mask), dtype=torch.float64)
+    for part_rows, size in zip(partition, sizes, strict=True):
+        trained = float(mask[part_rows].sum().clamp(min=1))
+        factors[part_rows] = size / trained / sum(sizes)
+    return factors
 
 
 def _factors(agg: str, mask: Tensor, group: Tensor | None = None) -> Tensor:

@@ -40,7 +40,7 @@ def log_prob_variants(right: Forward) -> Iterator[Variant]:
             right.model, rows, temperature, right.z, ids=right.ids, **options
         )
 
-    for fault_id, words, temperature in (
+    wrong_temperatures = (
         ("temperature-missing", "the temperature is left out (it is 1)", 1.0),
         ("temperature-twice", "the temperature is applied twice", T * T),
         (
@@ -48,7 +48,8 @@ def log_prob_variants(right: Forward) -> Iterator[Variant]:
             "logits are multiplied by the temperature, not divided",
             1 / T,
         ),
-    ):
+    )
+    for fault_id, words, temperature in wrong_temperatures:
         if temperature != T:
             yield Fault(words, make_pass(temperature), id=fault_id)
     yield Fault(
@@ -154,51 +155,53 @@ def _column_variants(right: Forward) -> Iterator[Variant]:
     """Make the faults of a loop that pads micro-batches on the right, and takes their
     last T columns for the responses, T being the length of the longest one.
     """
-    model = right.model
     rows = right.rows
     count = len(rows)
-    fed_behind = [tokens[0] for tokens in right.after if tokens]
-    padding_token = fed_behind[0] if fed_behind else model.end or 0
     for size in range(count, 0, -1):
-        batches = [micro_batch(rows, i, size) for i in range(count)]
-        widths = [max(len(row.ids) for row in batch) for batch in batches]
-        first_columns = [
-            width - max(len(row.response) for row in batch)
-            for width, batch in zip(widths, batches, strict=True)
-        ]
-        padding_lengths = [
-            width - len(row.ids) for width, row in zip(widths, rows, strict=True)
-        ]
+        padding_lengths = []
+        first_columns = []
+        for i, row in enumerate(rows):
+            batch = micro_batch(rows, i, size)
+            width = max(len(other.ids) for other in batch)
+            longest_response = max(len(other.response) for other in batch)
+            padding_lengths.append(width - len(row.ids))
+            first_columns.append(width - longest_response)
         if first_columns == [len(row.prompt) for row in rows]:
             continue  # these are the responses
-
-        def score_last_columns(
-            padding_lengths: list[int] = padding_lengths,
-            first_columns: list[int] = first_columns,
-        ) -> Forward:
-            """Return the forward pass over rows whose responses begin at these columns."""
-            z = []
-            window_rows = []
-            for row, padding, start in zip(
-                rows, padding_lengths, first_columns, strict=True
-            ):
-                mask = {}
-                if model.takes_mask:
-                    is_token = [1] * len(row.ids) + [0] * padding
-                    mask["attention_mask"] = torch.tensor([is_token])
-                ids = row.ids + [padding_token] * padding
-                stop = start + len(row.response)
-                z.append(model.logits(ids, **mask)[:stop])
-                window_rows.append(
-                    replace(row, prompt=ids[:start], response=ids[start:stop])
-                )
-            return Forward(model, window_rows, right.temperature, z)
-
         yield Fault(
             "the last columns are taken for the response, where short rows are padded",
-            score_last_columns,
+            partial(_score_columns, right, padding_lengths, first_columns),
             id="last-columns-for-response",
         )
+
+
+def _score_columns(
+    right: Forward, padding_lengths: list[int], first_columns: list[int]
+) -> Forward:
+    """Return the forward pass over padded rows whose responses begin at other columns.
+
+    Args:
+        right: the right forward pass.
+        padding_lengths: how many tokens of padding stand behind each row.
+        first_columns: where the response of each row is taken to begin.
+    """
+    model = right.model
+    fed_behind = [tokens[0] for tokens in right.after if tokens]
+    padding_token = fed_behind[0] if fed_behind else model.end or 0
+    z = []
+    window_rows = []
+    for row, padding, start in zip(
+        right.rows, padding_lengths, first_columns, strict=True
+    ):
+        mask = {}
+        if model.takes_mask:
+            is_token = [1] * len(row.ids) + [0] * padding
+            mask["attention_mask"] = torch.tensor([is_token])
+        ids = row.ids + [padding_token] * padding
+        stop = start + len(row.response)
+        z.append(model.logits(ids, **mask)[:stop])
+        window_rows.append(replace(row, prompt=ids[:start], response=ids[start:stop]))
+    return Forward(model, window_rows, right.temperature, z)
 
 
 def _at_labels(z: Tensor, y: Tensor) -> Tensor:
@@ -236,11 +239,8 @@ def wrong_scores(
         """Return the label's log-probability in the softmax over the largest logits and
         its own.
         """
-        is_kept = (
-            torch.zeros_like(z)
-            .scatter(1, z.topk(count).indices, 1.0)
-            .scatter(1, y[:, None], 1.0)
-        )
+        is_largest = torch.zeros_like(z).scatter(1, z.topk(count).indices, 1.0)
+        is_kept = is_largest.scatter(1, y[:, None], 1.0)
         return log_prob(z.masked_fill(is_kept == 0, -torch.inf), y, temperature)
 
     def score_in_shard(z: Tensor, y: Tensor, temperature: float, shards: int) -> Tensor:
@@ -264,7 +264,8 @@ def wrong_scores(
         is_excluded = (torch.arange(z.shape[1]) == end) & (y != end)[:, None]
         return log_prob(z.masked_fill(is_excluded, -torch.inf), y, temperature)
 
-    for size in dict.fromkeys(-(-V // m) * m for m in MULTIPLES):
+    padded_sizes = [-(-V // multiple) * multiple for multiple in MULTIPLES]
+    for size in dict.fromkeys(padded_sizes):
         if size > V:
             yield (
                 "vocabulary-padded",
@@ -325,22 +326,7 @@ def head_variants(model: TorchModel, right: Forward) -> Iterator[Variant]:
         Variants; none for a model whose head is not found.
     """
     net: Any = model.net
-
-    def modules_of_vocabulary(kind: type, size: str) -> list[Any]:
-        """Return the modules of that kind which have the size of the vocabulary."""
-        return [
-            module
-            for module in net.modules()
-            if isinstance(module, kind) and getattr(module, size) == model.vocabulary
-        ]
-
-    embeddings = modules_of_vocabulary(torch.nn.Embedding, "num_embeddings")
-    linear = modules_of_vocabulary(torch.nn.Linear, "out_features")
-    head: Any
-    if hasattr(net, "get_output_embeddings"):
-        head = net.get_output_embeddings()
-    else:
-        head = next(iter(linear), None)
+    head = _find_head(model)
     if head is None:
         return
 
@@ -369,45 +355,75 @@ def head_variants(model: TorchModel, right: Forward) -> Iterator[Variant]:
 
     raw_outputs: list[Tensor] = []
     replace_output(lambda module, hidden, output: raw_outputs.append(output[0].cpu()))
-    if all(
-        raw_output.shape == z.shape
-        for raw_output, z in zip(raw_outputs, right.z, strict=False)
-    ) and not torch.allclose(raw_outputs[0], right.z[0]):
-        yield Fault(
-            "the head's raw output is taken: the model's logit scale or softcap is left out",
-            lambda: with_logits(right, raw_outputs),
-            id="raw-head-output",
-        )
-        if c := getattr(text_config(net), "final_logit_softcapping", None):
-            yield Fault(
-                "the final softcap is x tanh(x / c), not c tanh(x / c)",
-                lambda: with_logits(
-                    right,
-                    [
-                        raw_output * torch.tanh(raw_output / c)
-                        for raw_output in raw_outputs
-                    ],
-                ),
-                id="softcap-inside-out",
-            )
-            yield Fault(
-                "the final softcap is applied twice",
-                lambda: with_logits(right, [c * torch.tanh(z / c) for z in right.z]),
-                id="softcap-twice",
-            )
+    pairs = zip(raw_outputs, right.z, strict=False)
+    have_same_shape = all(raw_output.shape == z.shape for raw_output, z in pairs)
+    if have_same_shape and not torch.allclose(raw_outputs[0], right.z[0]):
+        softcap = getattr(text_config(net), "final_logit_softcapping", None)
+        yield from _output_variants(right, raw_outputs, softcap)
     if getattr(head, "bias", None) is not None:
         yield Fault(
             "the head's bias is left out",
             lambda: replace_output(lambda module, hidden, output: output - module.bias),
             id="head-bias-missing",
         )
-    for weight in (
-        table.weight
-        for table in embeddings
-        if table.weight is not head.weight and table.weight.shape == head.weight.shape
-    ):
-        yield Fault(
-            "the input embedding stands for the head",
-            partial(use_embedding, weight),
-            id="input-embedding-for-head",
-        )
+    for table in _modules_of_vocabulary(model, torch.nn.Embedding, "num_embeddings"):
+        is_own = table.weight is head.weight
+        if not is_own and table.weight.shape == head.weight.shape:
+            yield Fault(
+                "the input embedding stands for the head",
+                partial(use_embedding, table.weight),
+                id="input-embedding-for-head",
+            )
+
+
+def _find_head(model: TorchModel) -> Any:
+    """Return the layer that makes logits of hidden states; None where it is not found."""
+    net: Any = model.net
+    if hasattr(net, "get_output_embeddings"):
+        return net.get_output_embeddings()
+    linear = _modules_of_vocabulary(model, torch.nn.Linear, "out_features")
+    return next(iter(linear), None)
+
+
+def _modules_of_vocabulary(model: TorchModel, kind: type, size: str) -> list[Any]:
+    """Return the modules of a kind whose attribute `size` is that of the vocabulary."""
+    net: Any = model.net
+    return [
+        module
+        for module in net.modules()
+        if isinstance(module, kind) and getattr(module, size) == model.vocabulary
+    ]
+
+
+def _output_variants(
+    right: Forward, raw_outputs: list[Tensor], softcap: float | None
+) -> Iterator[Variant]:
+    """Make the faults of what a model does to the head's output.
+
+    Args:
+        right: the right forward pass.
+        raw_outputs: of the head, for each row.
+        softcap: c of the model's c tanh(x / c); None or 0: it has none.
+    """
+    yield Fault(
+        "the head's raw output is taken: the model's logit scale or softcap is left out",
+        lambda: with_logits(right, raw_outputs),
+        id="raw-head-output",
+    )
+    if not softcap:
+        return
+
+    def cap_inside_out() -> Forward:
+        """Return the forward pass whose logits are x tanh(x / c)."""
+        return with_logits(right, [x * torch.tanh(x / softcap) for x in raw_outputs])
+
+    def cap_twice() -> Forward:
+        """Return the forward pass whose logits are capped a second time."""
+        return with_logits(right, [softcap * torch.tanh(z / softcap) for z in right.z])
+
+    yield Fault(
+        "the final softcap is x tanh(x / c), not c tanh(x / c)",
+        cap_inside_out,
+        id="softcap-inside-out",
+    )
+    yield Fault("the final softcap is applied twice", cap_twice, id="softcap-twice")

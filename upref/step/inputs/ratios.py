@@ -227,17 +227,15 @@ def _middle_of_nearest_run(
     out = np.full((differs.shape[0], differs.shape[2]), np.nan)
     for i, t in zip(*np.nonzero(differs.any(1)), strict=True):
         indices = np.nonzero(differs[i, :, t])[0]
-        runs = np.split(indices, np.nonzero(np.diff(indices) > 1)[0] + 1)
-        run_ends = [
-            tuple(sorted((grid[run[0]], grid[run[-1]]), key=abs))
-            for run in runs
-            if len(run) > 1
-        ]
+        run_ends = []
+        for run in np.split(indices, np.nonzero(np.diff(indices) > 1)[0] + 1):
+            if len(run) > 1:
+                # the end that is nearer to r = 1 first
+                run_ends.append(sorted((grid[run[0]], grid[run[-1]]), key=abs))
         if run_ends:
-            inner, outer = min(run_ends, key=lambda run: abs(run[0]))
-            out[i, t] = inner + np.clip(
-                (outer - inner) / 2, -largest_distance, largest_distance
-            )
+            inner, outer = min(run_ends, key=lambda ends: abs(ends[0]))
+            distance = np.clip((outer - inner) / 2, -largest_distance, largest_distance)
+            out[i, t] = inner + distance
     return out
 
 

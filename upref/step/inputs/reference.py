@@ -732,22 +732,19 @@ def _head_names(net: nn.Module, vocabulary: int, trained: Collection[str]) -> li
     vocabulary; none where it does not train, or where one of them is an embedding as
     well, on which the layers below depend.
     """
-    tables = {id(m.weight) for m in net.modules() if isinstance(m, nn.Embedding)}
-    heads = {
-        n: m
-        for n, m in net.named_modules()
-        if isinstance(m, nn.Linear) and m.out_features == vocabulary
-    }
-    if not heads:
+    embeddings = {id(m.weight) for m in net.modules() if isinstance(m, nn.Embedding)}
+    prefix = ""
+    head = None
+    for name, module in net.named_modules():
+        if isinstance(module, nn.Linear) and module.out_features == vocabulary:
+            prefix = f"{name}." if name else ""  # the whole net has no name
+            head = module
+    if head is None:
         return []
-    name, head = [*heads.items()][-1]
-    head_parameters = {
-        f"{name}.{n}" if name else n: p for n, p in head.named_parameters()
-    }
-    is_separate = set(head_parameters) <= set(trained) and not any(
-        id(p) in tables for p in head_parameters.values()
-    )
-    return [*head_parameters] if is_separate else []
+    parameters = {f"{prefix}{name}": p for name, p in head.named_parameters()}
+    trains = set(parameters) <= set(trained)
+    is_shared = any(id(p) in embeddings for p in parameters.values())
+    return [*parameters] if trains and not is_shared else []
 
 
 def _vocabulary(net: nn.Module) -> int:

@@ -297,45 +297,57 @@ def routes_of(rows: Sequence[Any]) -> dict[tuple[int, ...], Routes]:
         )
     routes: dict[tuple[int, ...], Routes] = {}
     for i, row in enumerate(given):
-        if _has_bool(row.routes):
-            raise InputError(
-                f"row {i}: routes are whole numbers, those of experts, got a bool among them."
-            )
-        try:
-            experts = torch.tensor(row.routes)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(
-                f"row {i}: routes are no table of numbers: {error}"
-            ) from error
-        if experts.ndim != 3 or len(experts) != len(row.ids) or not experts.numel():
-            raise InputError(
-                f"row {i}: routes are lists [token][layer][expert], for the {len(row.ids)} tokens of prompt "
-                f"and response, got {list(experts.shape)}."
-            )
-        if experts.dtype not in INTEGERS:
-            raise InputError(
-                f"row {i}: routes are whole numbers, those of experts, got {experts.dtype}."
-            )
-        experts = experts.long()
-        if (experts < 0).any():
-            raise InputError(
-                f"row {i}: routes name expert {int(experts.min())}, and experts count from 0."
-            )
-        ordered = experts.sort(-1).values
-        is_repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
-        repeated = is_repeated.nonzero().tolist()
-        if repeated:
-            token, layer = repeated[0]
-            raise InputError(
-                f"row {i}: token {token} takes an expert twice in layer {layer}: "
-                f"{experts[token, layer].tolist()}."
-            )
+        experts = _experts_of(i, row)
         known = routes.setdefault(tuple(row.ids), Routes(experts))
         if not torch.equal(known.experts, experts):
             raise InputError(
                 f"row {i} has the tokens of another row, and other routes: the check needs distinct rows."
             )
     return routes
+
+
+def _experts_of(i: int, row: Any) -> Tensor:
+    """Return the routes of a row as a tensor, [S, L, K].
+
+    Args:
+        i: the number of the row, for messages.
+        row: with routes.
+
+    Raises:
+        InputError: they are not [S][L][K], or an expert is negative or twice in a list.
+    """
+    if _has_bool(row.routes):
+        raise InputError(
+            f"row {i}: routes are whole numbers, those of experts, got a bool among them."
+        )
+    try:
+        experts = torch.tensor(row.routes)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"row {i}: routes are no table of numbers: {error}") from error
+    if experts.ndim != 3 or len(experts) != len(row.ids) or not experts.numel():
+        raise InputError(
+            f"row {i}: routes are lists [token][layer][expert], for the {len(row.ids)} tokens of prompt "
+            f"and response, got {list(experts.shape)}."
+        )
+    if experts.dtype not in INTEGERS:
+        raise InputError(
+            f"row {i}: routes are whole numbers, those of experts, got {experts.dtype}."
+        )
+    experts = experts.long()
+    if (experts < 0).any():
+        raise InputError(
+            f"row {i}: routes name expert {int(experts.min())}, and experts count from 0."
+        )
+    ordered = experts.sort(-1).values
+    is_repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+    repeated = is_repeated.nonzero().tolist()
+    if repeated:
+        token, layer = repeated[0]
+        raise InputError(
+            f"row {i}: token {token} takes an expert twice in layer {layer}: "
+            f"{experts[token, layer].tolist()}."
+        )
+    return experts
 
 
 def routes_in(

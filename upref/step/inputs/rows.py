@@ -117,33 +117,36 @@ class Padded:
                 batch_first=True,
             )
 
-        adv = [
-            r.adv if isinstance(r.adv, list) else [r.adv] * len(r.response)
-            for r in rows
-        ]
+        def pad_field(name: str) -> Tensor | None:
+            """Return a field of all rows as a padded tensor; None where a row lacks it."""
+            lists = [getattr(row, name) for row in rows]
+            return None if any(numbers is None for numbers in lists) else pad(lists)
 
-        def has(name: str) -> bool:
-            """Tell whether every row has that field."""
-            return all(getattr(r, name) is not None for r in rows)
-
+        advantages = []
+        for row in rows:
+            if isinstance(row.adv, list):
+                advantages.append(row.adv)
+            else:
+                advantages.append([row.adv] * len(row.response))
         return cls(
-            pad([r.old for r in rows]) if has("old") else None,
-            pad(adv),
-            pad([r.trains for r in rows], torch.bool),
-            torch.tensor([r.group for r in rows]),
-            pad([r.ref for r in rows]) if has("ref") else None,
-            pad([[True] * len(r.response) for r in rows], torch.bool),
-            pad([r.sampler for r in rows]) if has("sampler") else None,
-            pad([r.returns for r in rows]) if has("returns") else None,
-            pad([r.old_values for r in rows]) if has("old_values") else None,
+            old=pad_field("old"),
+            adv=pad(advantages),
+            mask=pad([row.trains for row in rows], torch.bool),
+            group=torch.tensor([row.group for row in rows]),
+            ref=pad_field("ref"),
+            is_token=pad([[True] * len(row.response) for row in rows], torch.bool),
+            sampler=pad_field("sampler"),
+            returns=pad_field("returns"),
+            old_values=pad_field("old_values"),
         )
 
     def widened(self) -> "Padded":
         """Return the same rows with one more column of padding."""
-        tables = {k: v for k, v in vars(self).items() if v is not None and v.ndim == 2}
-        return replace(
-            self, **{k: nn.functional.pad(v, (0, 1)) for k, v in tables.items()}
-        )
+        tables = {}
+        for name, value in vars(self).items():
+            if value is not None and value.ndim == 2:  # the group has no columns
+                tables[name] = nn.functional.pad(value, (0, 1))
+        return replace(self, **tables)
 
 
 def validate_rows(rows: Sequence[Row], vocabulary: int) -> list[Row]:
@@ -156,52 +159,62 @@ def validate_rows(rows: Sequence[Row], vocabulary: int) -> list[Row]:
     if (
         not isinstance(rows, list | tuple)
         or not rows
-        or not all(isinstance(r, Row) for r in rows)
+        or not all(isinstance(row, Row) for row in rows)
     ):
         raise InputError("rows must be a list of upref.step.Row, one per response.")
-    for i, r in enumerate(rows):
-        n = len(r.response)
-        if not r.prompt or not n:
-            raise InputError(
-                f"row {i} has no {'response' if r.prompt else 'prompt'} token: leave it out."
-            )
-        for name in ("trains", "old", "ref", "sampler", "returns", "old_values"):
-            entries = getattr(r, name)
-            if entries is not None and len(entries) != n:
-                raise InputError(
-                    f"row {i}: {name} has {len(entries)} entries, and the response has {n} tokens."
-                )
-        if isinstance(r.adv, list) and len(r.adv) != n:
-            raise InputError(
-                f"row {i}: adv must be one number, or one for each of the {n} response tokens."
-            )
-        if not np.isfinite(np.asarray(r.adv, dtype=float)).all():
-            raise InputError(
-                f"row {i}: adv is not finite: check the rewards and the group's standard deviation."
-            )
-        if any(not 0 <= t < vocabulary for t in r.ids):
-            raise InputError(
-                f"row {i} has a token id outside the vocabulary of {vocabulary}."
-            )
-        for name in ("returns", "old_values"):
-            if not np.isfinite(
-                np.asarray(getattr(r, name) or [0.0], dtype=float)
-            ).all():
-                raise InputError(f"row {i}: {name} must be finite numbers.")
-        for name in ("old", "ref", "sampler"):
-            lp = np.asarray(getattr(r, name) or [0.0], dtype=float)
-            # rounding may leave a log-probability a little above 0
-            if not (np.isfinite(lp) & (lp <= 1e-3)).all():
-                raise InputError(
-                    f"row {i}: {name} must be log-probabilities: finite, and never above 0."
-                )
-    if sum(r.old is None for r in rows) not in (0, len(rows)):
+    for i, row in enumerate(rows):
+        _validate_row(i, row, vocabulary)
+    if sum(row.old is None for row in rows) not in (0, len(rows)):
         raise InputError(
             "some rows have old log-probabilities and some have none: give them all, or none."
         )
-    if not any(any(r.trains) for r in rows):
+    if not any(any(row.trains) for row in rows):
         raise InputError("no token of any row trains: there is no gradient to compare.")
     return list(rows)
+
+
+def _validate_row(i: int, row: Row, vocabulary: int) -> None:
+    """Raise InputError where no step can have this row.
+
+    Args:
+        i: the number of the row.
+        row: as passed.
+        vocabulary: the number of ids.
+    """
+    count = len(row.response)
+    if not row.prompt or not count:
+        raise InputError(
+            f"row {i} has no {'response' if row.prompt else 'prompt'} token: leave it out."
+        )
+    for name in ("trains", "old", "ref", "sampler", "returns", "old_values"):
+        entries = getattr(row, name)
+        if entries is not None and len(entries) != count:
+            raise InputError(
+                f"row {i}: {name} has {len(entries)} entries, and the response has {count} tokens."
+            )
+    if isinstance(row.adv, list) and len(row.adv) != count:
+        raise InputError(
+            f"row {i}: adv must be one number, or one for each of the {count} response tokens."
+        )
+    if not np.isfinite(np.asarray(row.adv, dtype=float)).all():
+        raise InputError(
+            f"row {i}: adv is not finite: check the rewards and the group's standard deviation."
+        )
+    if any(not 0 <= token < vocabulary for token in row.ids):
+        raise InputError(
+            f"row {i} has a token id outside the vocabulary of {vocabulary}."
+        )
+    for name in ("returns", "old_values"):
+        numbers = np.asarray(getattr(row, name) or [0.0], dtype=float)
+        if not np.isfinite(numbers).all():
+            raise InputError(f"row {i}: {name} must be finite numbers.")
+    for name in ("old", "ref", "sampler"):
+        lp = np.asarray(getattr(row, name) or [0.0], dtype=float)
+        # rounding may leave a log-probability a little above 0
+        if not (np.isfinite(lp) & (lp <= 1e-3)).all():
+            raise InputError(
+                f"row {i}: {name} must be log-probabilities: finite, and never above 0."
+            )
 
 
 def micro_batch(rows: Sequence[Row], i: int, size: int) -> Sequence[Row]:
@@ -227,10 +240,13 @@ def locate(fed: Sequence[list[int]], row: Row) -> tuple[int, int] | None:
         (index of the sequence, index of the token in it); None where the row is in no
         sequence.
     """
+    text_of_row = text_of(row.ids)
     for n, sequence in enumerate(fed):
-        if (offset := text_of(sequence).find(text_of(row.ids))) >= 0:
+        text = text_of(sequence)
+        offset = text.find(text_of_row)
+        if offset >= 0:
             # a space precedes each token, and `offset` is that of the row's first one
-            return n, text_of(sequence)[:offset].count(" ")
+            return n, text[:offset].count(" ")
     return None
 
 
@@ -276,15 +292,16 @@ def make_rows(
             f"group_size is {', '.join(map(str, GROUP_SIZES))} or None, got {repr(group_size)[:60]}."
         )
     rng = np.random.default_rng(seed)
+    has_one_length = "lengths" in without
     designs = [*DESIGNS]
-    if "lengths" in without:
+    if has_one_length:
         designs = [
             design._replace(prompt_length=4, response_length=6) for design in designs
         ]
     longest_response = max(design.response_length for design in designs)
     total = sum(design.prompt_length + design.response_length for design in designs)
     # 0 is left out: many loops pad by it
-    ordinary_ids = [t for t in range(1, vocabulary) if t != end]
+    ordinary_ids = [token for token in range(1, vocabulary) if token != end]
     ids = np.concatenate(
         [rng.permutation(ordinary_ids) for _ in range(1 + total // len(ordinary_ids))]
     )
@@ -296,29 +313,25 @@ def make_rows(
         offset = stop
         prompt = tokens[: design.prompt_length]
         response = tokens[design.prompt_length :]
-        holes = () if "holes" in without else design.holes
         if end is not None:
             # the longest response is cut off before its end; of equally long ones,
             # every fourth is
-            is_shorter = design.response_length < longest_response
-            if is_shorter or ("lengths" in without and i % 4):
+            is_longest = design.response_length == longest_response
+            is_cut_off = is_longest and not (has_one_length and i % 4)
+            if not is_cut_off:
                 response[-1] = end
             if (i % 4 or group_size is not None) and design.prompt_length > 2:
                 # as in a chat template: an attention mask made of token values cuts it
                 # out
                 prompt[1] = end
-        group = design.group if group_size is None else i // group_size
-        if group_size is not None and i % group_size:
-            prompt = list(rows[-1].prompt)
-        rows.append(
-            Row(
-                prompt,
-                response,
-                [t not in holes for t in range(design.response_length)],
-                design.adv,
-                group=group,
-            )
-        )
+        group = design.group
+        if group_size is not None:
+            group = i // group_size
+            if i % group_size:
+                prompt = list(rows[-1].prompt)
+        holes = () if "holes" in without else design.holes
+        trains = [t not in holes for t in range(design.response_length)]
+        rows.append(Row(prompt, response, trains, design.adv, group=group))
     return rows
 
 
@@ -338,16 +351,20 @@ def make_probable(
     Returns:
         The same rows.
     """
-    used = {t for r in rows for t in r.ids} | {0, *(() if end is None else (end,))}
+    used = {0}
+    if end is not None:
+        used.add(end)
+    for row in rows:
+        used.update(row.ids)
     for row, design in zip(rows, DESIGNS, strict=False):
         for t in design.probable:
             if t >= len(row.response) - 1:
                 continue  # the last token ends the response
             z = logits(row.prompt + row.response[:t])[-1].detach().clone()
-            used -= {row.response[t]}  # the token itself may be the most probable one
+            used.discard(row.response[t])  # it may be the most probable one itself
             z[[*used]] = -torch.inf
             row.response[t] = int(z.argmax())
-            used |= {row.response[t]}
+            used.add(row.response[t])
     return rows
 
 
@@ -453,19 +470,16 @@ def describe_rows(
         temperature: of the sampler.
         lp: log-probabilities of each response.
     """
-    prompt_lengths = [len(r.prompt) for r in rows]
-    response_lengths = [len(r.response) for r in rows]
-    is_off_policy = [
-        abs(old - current) > 1e-3
-        for r, lp_of_row in zip(rows, lp, strict=True)
-        for old, current in zip(r.old or lp_of_row, lp_of_row, strict=True)
-    ]
-    holes = sum(not t for r in rows for t in r.trains)
-    prompts = (
-        f"prompts of {min(prompt_lengths)} to {max(prompt_lengths)}"
-        if len({*prompt_lengths}) > 1
-        else f"prompts of {prompt_lengths[0]}"
-    )
+    prompt_lengths = [len(row.prompt) for row in rows]
+    response_lengths = [len(row.response) for row in rows]
+    is_off_policy = []
+    for row, lp_of_row in zip(rows, lp, strict=True):
+        for old, current in zip(row.old or lp_of_row, lp_of_row, strict=True):
+            is_off_policy.append(abs(old - current) > 1e-3)
+    holes = sum(not trains for row in rows for trains in row.trains)
+    prompts = f"prompts of {prompt_lengths[0]}"
+    if len({*prompt_lengths}) > 1:
+        prompts = f"prompts of {min(prompt_lengths)} to {max(prompt_lengths)}"
     return [
         f"temperature {temperature:g}",
         f"{len(rows)} responses of {min(response_lengths)} to {max(response_lengths)} tokens",
