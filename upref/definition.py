@@ -521,9 +521,8 @@ class Objective:
                 "Rollouts(..., logp_sampler=...)."
             )
         log_rho = where(mask, (lp_old - lp_sampler).detach(), 0)
-        arguments = (log_rho, mask, where(mask, lp_sampler.detach(), 0))[
-            : self._sampler_reads
-        ]
+        available = (log_rho, mask, where(mask, lp_sampler.detach(), 0))
+        arguments = available[: self._sampler_reads]  # the first few of them
         sampler_hp = {k: hp.get(k, v) for k, v in self._of_sampler.items()}
         return where(mask, self.sampler(*arguments, **sampler_hp), 0).to(log_rho.dtype)
 

@@ -366,7 +366,12 @@ class Lifted:
 
     # ---- sums ------------------------------------------------------------------------
     def total(self, value: int, axes: str) -> int:
-        """Return the sum of a value over axes: first over the columns, then the rows."""
+        """Return the sum of a value over axes: first over the columns, then the rows.
+
+        Args:
+            value: an id.
+            axes: "b" for the rows, "t" for the columns, or both; "": the value itself.
+        """
         if "t" in axes:
             value = self._over(value, "t")
         return self._over(value, "b") if "b" in axes else value

@@ -604,7 +604,7 @@ def _draw_log_ratios(
     by_response = level in REDUCE
     mask = responses.mask
     B, T = mask.shape
-    numbers = {"bound_share": rng.random(B)}
+    numbers: dict[str, np.ndarray] = {"bound_share": rng.random(B)}
     numbers["near_bound"] = rng.uniform(0.2, 1.8, (B, T))
     numbers["is_near"] = rng.random((B, T)) < 0.5
     normal = rng.normal(size=(B, T))
@@ -654,7 +654,7 @@ def _draw_log_probs(
         Field of RandomNumbers -> its numbers, without those that are not drawn.
     """
     B, T = mask.shape
-    numbers = {}
+    numbers: dict[str, np.ndarray] = {}
     with np.errstate(divide="ignore"):  # log 0 is minus infinity
         numbers["old"] = np.log(_draw_among(stress.mu, (B, T), rng))
     if stress.has_certain and not by_response:

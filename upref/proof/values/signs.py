@@ -184,7 +184,7 @@ class Signs(Conditions):
         for monomial, c in terms.items():
             if any(exponent not in (1, 2) for _, exponent in monomial):
                 return None
-            factors = []  # x and y of the monomial x y, x twice of x²
+            factors: list[int] = []  # x and y of the monomial x y, x twice of x²
             for atom, exponent in monomial:
                 factors += [atom] * int(exponent)
             if len(factors) > 2:

@@ -39,13 +39,15 @@ def as_input_error(ids: Sequence[int] = ()) -> Iterator[None]:
 
 
 def _place(error: Exception) -> str:
-    """Return the last line outside of torch and upref on the way to the error."""
-    user_frames = [
-        x for x in traceback.extract_tb(error.__traceback__) if _is_outside(x.filename)
-    ]
-    if user_frames:
-        return f" ({Path(user_frames[-1].filename).name}, line {user_frames[-1].lineno}, in {user_frames[-1].name})"
-    return ""
+    """Return the last line outside of torch and upref on the way to the error, as
+    " (FILE, line 3, in FUNCTION)"; "" where there is none.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if _is_outside(frame.filename)]
+    if not outside:
+        return ""
+    last = outside[-1]
+    return f" ({Path(last.filename).name}, line {last.lineno}, in {last.name})"
 
 
 def _is_outside(file: str) -> bool:
