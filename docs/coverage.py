@@ -28,8 +28,9 @@ def axes() -> str:
         "on π_old, any finite weight passes at π_θ = 1"
     )
     name_of: dict[str, str] = {}  # the words of an axis -> the name of its first level
-    for name, axis in AXES.items():
-        if name[0].isdigit():
+    for level, axis in AXES.items():
+        name = level
+        if level[0].isdigit():  # the level is a size
             name = "whole tiles" if axis.words == TILED else "sizes and compositions"
         name_of.setdefault(axis.words, name)
     group_ids = (
@@ -110,10 +111,10 @@ def _inputs_of_check(name: str, settings: dict[str, Any]) -> list[dict[str, Any]
             "entropy": entropy,
             "logp_sampler": rollout_log_probs,
         }
-        # without a setting no objective of READERS has a KL term
-        uses = ("logp_ref" if settings else "", "entropy", "logp_sampler")
-        own = {k: v.detach() for k, v in fields.items() if k in {*uses, *MAIN}}
-        calls.append(own)
+        read = {*MAIN, "entropy", "logp_sampler"}
+        if settings:  # without one no objective of READERS has a KL term
+            read.add("logp_ref")
+        calls.append({k: v.detach() for k, v in fields.items() if k in read})
         return objective.loss(upref.Rollouts.unchecked(**fields), **settings)
 
     report = upref.check(loss, name, skip=PROOF, **settings)
@@ -133,38 +134,41 @@ def _measured(batch: dict[str, Any]) -> dict[str, list[float]]:
     import torch
 
     mask = batch["mask"]
-    at = {k: x.double()[mask].nan_to_num() for k, x in batch.items() if x.ndim == 2}
-    lengths = mask.sum(1)
+    # field -> its values on the tokens that train
+    on_tokens = {
+        name: x.double()[mask].nan_to_num() for name, x in batch.items() if x.ndim == 2
+    }
+    lp, lp_old = on_tokens["logp"], on_tokens["logp_old"]
     per_prompt = batch["group"].unique(return_counts=True)[1]
-    sizes = at["adv"].abs()
+    sizes = on_tokens["adv"].abs()
     # where a run of tokens begins; roll takes the last column for that before the first
     begins = (mask & ~mask.roll(1, 1)).sum(1)
     pieces = begins + (mask[:, 0] & mask[:, -1]).int()
-    signs_of_long = [
-        x[m].sign() for x, m in zip(batch["adv"], mask, strict=True) if m.sum() > 9
-    ]
+    signs_in_long_responses = []
+    for A, trains in zip(batch["adv"], mask, strict=True):
+        if trains.sum() > 9:
+            signs_in_long_responses.append(len(A[trains].sign().unique()))
     out = {
         "responses": [len(mask)],
         "columns": [mask.shape[1]],
-        "tokens of a response": lengths.tolist(),
+        "tokens of a response": mask.sum(1).tolist(),
         "tokens of the batch": [int(mask.sum())],
         "runs of tokens in a response, with holes between": pieces.tolist(),
         "columns before the first token": mask.int().argmax(1).tolist(),
         "prompts": [len(per_prompt)],
         "responses to a prompt": per_prompt.tolist(),
         "size of A, where it is not 0": _ends(sizes[sizes > 0]),
-        "signs of A in a response of more than 9 tokens": [
-            len(signs.unique()) for signs in signs_of_long
-        ],
-        "log π_θ": _ends(at["logp"]),
-        "log π_old": _ends(at["logp_old"]),
-        "log r of a token": _ends(at["logp"] - at["logp_old"]),
+        "signs of A in a response of more than 9 tokens": signs_in_long_responses,
+        "log π_θ": _ends(lp),
+        "log π_old": _ends(lp_old),
+        "log r of a token": _ends(lp - lp_old),
     }
-    if "logp_ref" in at and not torch.equal(at["logp_ref"], at["logp_old"]):
-        out["log π_ref / π_θ"] = _ends(at["logp_ref"] - at["logp"])
-    if not torch.equal(at["logp_sampler"], at["logp_old"]):
-        out["log π_old / μ"] = _ends(at["logp_old"] - at["logp_sampler"])
-    out["entropy, in nats"] = _ends(at["entropy"])
+    lp_ref, lp_sampler = on_tokens.get("logp_ref"), on_tokens["logp_sampler"]
+    if lp_ref is not None and not torch.equal(lp_ref, lp_old):
+        out["log π_ref / π_θ"] = _ends(lp_ref - lp)
+    if not torch.equal(lp_sampler, lp_old):
+        out["log π_old / μ"] = _ends(lp_old - lp_sampler)
+    out["entropy, in nats"] = _ends(on_tokens["entropy"])
     return out
 
 
@@ -204,17 +208,15 @@ def layouts() -> str:
     from layouts.toml.
     """
     rows = []
-    read = tomllib.loads(LAYOUTS.read_text(encoding="utf-8"))
-    for layout in read["layout"]:
-        order = read["order"][layout["order"]]
+    tables = tomllib.loads(LAYOUTS.read_text(encoding="utf-8"))
+    for layout in tables["layout"]:
+        order = tables["order"][layout["order"]]
         tried = order["tried"].format(_blocks(layout["order"] == "in turn"))
-        place = f"{layout['file']}, line {layout['line']}"
+        file, line = layout["file"], layout["line"]
+        place = f"{file}, line {line}"
         if "commit" in layout:
-            url = (
-                f"https://github.com/{layout['repository']}/blob/{layout['commit']}/"
-                f"{layout['file']}#L{layout['line']}"
-            )
-            place = f"[{place}]({url})"
+            home = f"https://github.com/{layout['repository']}/blob/{layout['commit']}"
+            place = f"[{place}]({home}/{file}#L{line})"
         rows.append((layout["framework"], order["words"], place, tried))
     return _rows("framework | its rows | the line that decides it | in a check", rows)
 
@@ -335,13 +337,13 @@ def _run(found: record.Record) -> str:
     """
     (seed,) = found.seeds
     run = found.rows[f"seed {seed}"]
-    counts = run["counts"]
+    counts = run["counts"]  # entry point -> how many inputs
     broke = sum(len(inputs) for inputs in run["found"].values())
-    verbs = {
-        kind.split()[1]
-        for kind in counts
-        if kind.startswith("command ") and kind != "command "
-    }
+    verbs = set()
+    for kind in counts:
+        # "command " is the command without a verb
+        if kind.startswith("command ") and kind != "command ":
+            verbs.add(kind.split()[1])
     functions = [kind for kind in counts if kind.startswith(("upref.", "upref_"))]
     return (
         f"* {sum(counts.values()):,} inputs of seed {seed} over {len(counts)} entry points, {len(verbs)} verbs "

@@ -243,21 +243,32 @@ def first() -> str:
     rows = []
     for e in sort_by_severity([e for e in every if e.ask]):
         same = of_row(e, every)
-        # of several entries with one thread or one repair, the first
-        threads = dict.fromkeys(x.thread for x in same if x.thread)
-        repairs = dict.fromkeys(f"{x.framework}: {x.fixed}" for x in same if x.fixed)
-        links = ", ".join(f"[{_short(thread)}]({thread})" for thread in threads)
+        threads, repairs = _threads_and_repairs(same)
         cells = [
             ", ".join(link(x.framework) for x in same),
             e.ask,
             f"{e.get} ({_status(same)})",
             e.do,
-            links or "no thread known",
+            ", ".join(threads) or "no thread known",
             "; ".join(repairs) or "no repair known",
         ]
         rows.append([cell.replace("\n", " ") for cell in cells])
     columns = ["framework", "you ask for", "you get", "do this", "thread", "fixed in"]
     return markdown.table(columns, rows)
+
+
+def _threads_and_repairs(same: list[Entry]) -> tuple[list[str], list[str]]:
+    """Return the threads of the entries of a row as links, and their repairs in words,
+    each once.
+    """
+    threads: dict[str, None] = {}
+    repairs: dict[str, None] = {}
+    for entry in same:
+        if entry.thread:
+            threads[f"[{_short(entry.thread)}]({entry.thread})"] = None
+        if entry.fixed:
+            repairs[f"{entry.framework}: {entry.fixed}"] = None
+    return list(threads), list(repairs)
 
 
 def of_row(e: Entry, every: list[Entry]) -> list[Entry]:
@@ -298,16 +309,15 @@ def summary() -> str:
     for audit in audits():
         modes = {row["mode"] for row in loss_rows(audit)}
         entries = read(audit["framework"])
-        counts = {
-            status: str(sum(e.status == status for e in entries)) for status in STATUS
-        }
+        ends = [e.status for e in entries]
+        counts = {status: str(ends.count(status)) for status in STATUS}
         if documented := count_documented(entries):
             counts["surprising default"] += f" ({documented} told)"
         cells = [
             link(audit["framework"]),
             snapshot(audit),
             audit["date"],
-            str(len(modes)),
+            len(modes),
             *counts.values(),
         ]
         rows.append(cells)
@@ -347,23 +357,25 @@ def sign(audit: dict[str, Any], objective: str) -> str:
     whole = [row for row in rows if row["micro_batches"] == 1]
     if not whole:
         return ""
-    entries = read(audit["framework"])
-    settings = read_tables(audit["framework"])["recipe"]
-    # without those with a KL term beside the loss, which the recipe must switch off
-    shipped = [
-        row
-        for row in whole
-        if row["setting"] == "default" and not no_kl(settings, row["mode"])
-    ]
-    if any(remaining(row, entries) == 0 for row in shipped):
-        mark = "ok"
-    else:
-        least = min(remaining(row, entries) for row in whole)
-        mark = {0: "set", 1: "near", 2: "no"}[least]
-    split = any(
-        row["micro_batches"] > 1 and row["promise"] == objective for row in rows
-    )
-    return mark + SPLIT if split else mark
+    mark = _sign_of_whole_batch(whole, audit["framework"])
+    for row in rows:
+        if row["micro_batches"] > 1 and row["promise"] == objective:
+            return mark + SPLIT
+    return mark
+
+
+def _sign_of_whole_batch(rows: list[dict[str, Any]], name: str) -> str:
+    """Return `ok`, `set`, `near` or `no` for the losses of a framework that are compared
+    with one objective, on a batch that is not split.
+    """
+    entries, settings = read(name), read_tables(name)["recipe"]
+    for row in rows:
+        # the recipe must switch off a KL term beside the loss: that is a setting
+        is_shipped = row["setting"] == "default" and not no_kl(settings, row["mode"])
+        if is_shipped and remaining(row, entries) == 0:
+            return "ok"
+    least = min(remaining(row, entries) for row in rows)
+    return {0: "set", 1: "near", 2: "no"}[least]
 
 
 def remaining(row: dict[str, Any], entries: list[Entry]) -> int:
@@ -376,11 +388,12 @@ def remaining(row: dict[str, Any], entries: list[Entry]) -> int:
     most = 0
     for (words, _), effect in zip(row["reasons"], row["effects"], strict=True):
         e = entry(row, words, entries)
-        if words == GROUPS.words or (e and e.status == "numerical"):
+        is_numerical = e is not None and e.status == "numerical"
+        if is_numerical or words == GROUPS.words:
             continue
         numbers = (float(effect[key]) for key in ("change", "cosine", "factor"))
-        severity = FaultEffect(*numbers).severity
-        most = max(most, 1 if severity in ("cosmetic", "rescales") else 2)
+        is_small = FaultEffect(*numbers).severity in ("cosmetic", "rescales")
+        most = max(most, 1 if is_small else 2)
     return most
 
 
@@ -402,7 +415,8 @@ def recipes() -> str:
 
 def _recipes_of(objective: str, each: list[Recipe]) -> list[str]:
     """Return the section of an objective, with a row for the recipe of each framework."""
-    kind, formula = get(objective).adv, each[0].advantages.partition(":")[0]
+    kind = get(objective).adv
+    formula = each[0].advantages.partition(":")[0]  # it begins with the kind
     out = [
         f"### {objective}",
         "",

@@ -53,17 +53,18 @@ def table(name: str) -> str:
     why, and those that do not change the gradient.
     """
     measured = results(name)["options"]
-    noticed = [option for option in options(name) if _noticed(option)]
-    unnoticed = [option for option in options(name) if not _noticed(option)]
-    keeping = {
-        f"{_short(section)}{option}": reason
-        for section, reason_of in reasons(name).items()
-        for option, reason in reason_of.items()
-    }
-    columns = ["option", "other value", "case that notices", "error of the gradient"]
     rows = []
-    for option in noticed:
-        rows += [_row(option, result) for result in measured[option.key]]
+    unnoticed: list[Option] = []
+    for option in options(name):
+        if _noticed(option):
+            rows += [_row(option, result) for result in measured[option.key]]
+        else:
+            unnoticed.append(option)
+    keeping: dict[str, str] = {}  # option -> why it does not change the gradient
+    for section, reason_of in reasons(name).items():
+        for option_name, reason in reason_of.items():
+            keeping[f"{_short(section)}{option_name}"] = reason
+    columns = ["option", "other value", "case that notices", "error of the gradient"]
     lines = [
         markdown.table(columns, rows),
         "",
@@ -110,5 +111,7 @@ def _by_reason(reason_of: Mapping[str, str]) -> list[str]:
     """Return a line for each reason, with the options that have it."""
     options_of: dict[str, list[str]] = defaultdict(list)
     for option, reason in reason_of.items():
-        options_of[reason].append(_code(option))
-    return [f"* {', '.join(group)}: {reason}." for reason, group in options_of.items()]
+        options_of[reason].append(option)
+    return [
+        f"* {markdown.codes(group)}: {reason}." for reason, group in options_of.items()
+    ]

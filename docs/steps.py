@@ -103,12 +103,12 @@ def suite_objectives() -> str:
     rows = []
     for name in dict.fromkeys(case.objective for case in CASES.values()):
         o = get(name)
-        numbers = ", ".join(
+        numbers = [
             f"{key} = {value}"
             for key, value in o.resolve({}).items()
             if value is not None and key != "beta"
-        )
-        rows.append([f"`{name}`", AVERAGES[o.agg], numbers or "none"])
+        ]
+        rows.append([f"`{name}`", AVERAGES[o.agg], ", ".join(numbers) or "none"])
     others = []
     for case in CASES.values():
         if case.hp:
@@ -125,12 +125,11 @@ def suite_dates() -> str:
     *_, before, newest = SUITES
     added = [case for case in CASES.values() if case.suite == newest]
     # cases of one process by their ids, those of several by their levels
-    ids = [f"`{case.id}`" for case in added if case.level <= SINGLE]
-    rest = sorted({case.level for case in added if case.level > SINGLE})
-    levels = "the levels " + " and ".join(map(str, rest))
+    ids = [case.id for case in added if case.level <= SINGLE]
+    levels = sorted({case.level for case in added if case.level > SINGLE})
     return (
-        f"{newest} is the newest, and the default. It adds {', '.join(ids)} and {levels} "
-        f"to {before}. It is open until the first release of upref; "
+        f"{newest} is the newest, and the default. It adds {markdown.codes(ids)} and "
+        f"the levels {' and '.join(map(str, levels))} to {before}. It is open until the first release of upref; "
         "a build that must not change names the one before."
     )
 
@@ -153,26 +152,19 @@ def suite() -> str:
     trainer, and why cases did not pass, from the results files and the known failures
     of their adapters.
     """
-    results_of = _suite_results()
-    adapters = [results["adapter"] for results in results_of.values()]
-    rows = []
+    adapters, reasons = [], []
+    ends_of: list[dict[str, dict]] = []  # of each trainer: case -> its result
     cases: dict[str, None] = {}  # each once, in the order of the files
-    for results in results_of.values():
+    for file in sorted((HERE / "suite").glob("*.json")):
+        results = record.rows(file)
+        adapters.append(results["adapter"])
+        reasons.append(_suite_reasons(file.stem, results))
+        ends_of.append(results["cases"])
         cases |= dict.fromkeys(results["cases"])
+    rows = []
     for case in cases:
-        cells = [
-            _suite_cell(results["cases"].get(case)) for results in results_of.values()
-        ]
-        rows.append([case, *cells])
-    reasons = [_suite_reasons(name, results) for name, results in results_of.items()]
+        rows.append([case, *(_suite_cell(ends.get(case)) for ends in ends_of)])
     return "\n".join([markdown.table(["case", *adapters], rows), "", *reasons])
-
-
-def _suite_results() -> dict[str, dict]:
-    """Return trainer -> its results, from the files in docs/steps/suite."""
-    return {
-        file.stem: record.rows(file) for file in sorted((HERE / "suite").glob("*.json"))
-    }
 
 
 def _suite_cell(result: dict | None) -> str:
@@ -184,7 +176,9 @@ def _suite_cell(result: dict | None) -> str:
     if result["status"] == "could not run":
         return "does not run"
     error = f"{result['error']:.1e}" if "error" in result else ""
-    return error if result["status"] == "passed" else f"**differs** {error}".rstrip()
+    if result["status"] == "passed":
+        return error
+    return f"**differs** {error}".rstrip()
 
 
 def _suite_reasons(name: str, results: dict) -> str:
@@ -209,12 +203,15 @@ def _suite_reasons(name: str, results: dict) -> str:
     ]
     cases_of: dict[str, list[str]] = {}  # reason -> cases
     for case, result in results["cases"].items():
+        if result["status"] == "passed":
+            continue
         if result["status"] == "skipped":
-            cases_of.setdefault(f"skipped: {result['reason']}", []).append(f"`{case}`")
-        elif result["status"] != "passed":
-            cases_of.setdefault(listed[case], []).append(f"`{case}`")
+            reason = f"skipped: {result['reason']}"
+        else:
+            reason = listed[case]
+        cases_of.setdefault(reason, []).append(case)
     for reason, cases in cases_of.items():
-        lines.append(f"* {', '.join(cases)}: {reason}.")
+        lines.append(f"* {markdown.codes(cases)}: {reason}.")
     return "\n".join([*lines, ""])
 
 
