@@ -10,6 +10,7 @@ s0, s4 and s16 are the groups of 0, 4 and 16 rollouts of staleness.
 import re
 
 from docs import controls, stale, without_lag
+from repro.mini.experiment.effects import Effect
 from repro.mini.experiment.words import shown
 from upref.markdown import table
 
@@ -27,36 +28,21 @@ def text() -> str:
     Raises:
         AssertionError: the records do not support it, or it is longer.
     """
-    test, n = stale.registered(), len(stale.seeds())
-    gains = [test["dapo", "best", "dapo", s] for s in ("s16", "s4", "s0")]
-    anchor = test["neighbours", "best", "dapo_no_upper_clip", "s16"]
-    average = test["dapo", "avg", "dapo", "s16"]
-    at_t_1 = {m: stale.minus(f"{m}/t_1", "up_dapo", "dapo") for m in ("best", "avg")}
-    again = test["recomputed", "best", "dapo", "recomputed"]
-    assert [e.word for e in gains] == ["gains", "gains", "no difference"]
-    assert average.word == "no difference"
-    assert anchor.word == "gains" and again.word == "no difference"
-    assert at_t_1["best"].low > 0 > at_t_1["avg"].high
-    # what "about half, or more" says of the upper clip
-    assert 0.45 < 1 - anchor.mean / gains[0].mean < 0.55
-    assert 0.62 < controls.share_of_the_clip("best/top_p_0.7") < 0.72
-    assert 0.85 < controls.share_of_the_clip("equal_avg/t_1") < 1
-    fresh = {
-        r["settings"]["minibatches"]
-        for (_, group, _, _), r in stale.runs().items()
-        if group == "s0"
-    }
-    assert fresh == {8}
+    registered = stale.registered()
+    gain = registered["dapo", "best", "dapo", "s16"]
+    average = registered["dapo", "avg", "dapo", "s16"]
+    _assert_effects(registered)
+    _assert_half_by_the_clip(registered)
+    _assert_fresh_data()
     least, most = without_lag.gain(16)
-    assert all(row.best.low > 0 for row in without_lag.rows() if row.updates == 16)
     words = (
         "**On stale data UP beats DAPO at Best@32 (right at least once in 32 tries), not "
         "on average. Dropping DAPO's upper clip gives about half of that, or more.** Tiny "
-        f"transformers, number puzzles, {n} [seeds](docs/glossary.md#results), "
+        f"transformers, number puzzles, {len(stale.seeds())} [seeds](docs/glossary.md#results), "
         f"[preregistered]({RESULTS}/report.md); no language model. "
         "16 [rollouts](docs/glossary.md#a-token-and-its-gradient) stale, "
         "[top-p 0.7](docs/findings.md#the-words): Best@32 "
-        f"{shown(gains[0])}, average {shown(average)}. Fresh data: no gain shown at 8 "
+        f"{shown(gain)}, average {shown(average)}. Fresh data: no gain shown at 8 "
         f"updates a rollout, [{least:+.0f} to {most:+.0f} at 16](docs/findings.md#without-a-lag). "
         f"{controls.at_equal_average()} [Evidence](docs/findings.md)."
     )
@@ -64,6 +50,50 @@ def text() -> str:
     assert count <= 120, f"README's answer has {count} words"
     shows = "Training paths of Avg@32 and Best@32: on stale data UP's Best@32 is above DAPO's"
     return f"{words}\n\n![{shows}]({RESULTS}/paths.svg)"
+
+
+Registered = dict[tuple[str, str, str, str], Effect]  # what stale.registered returns
+
+
+def _assert_effects(registered: Registered) -> None:
+    """Raise AssertionError unless UP gains Best@32 on stale data, also beyond DAPO
+    without its upper clip, and neither on fresh data nor with lp_old recomputed nor on
+    average.
+    """
+    best_of_dapo = [registered["dapo", "best", "dapo", s] for s in ("s16", "s4", "s0")]
+    assert [e.word for e in best_of_dapo] == ["gains", "gains", "no difference"]
+    average = registered["dapo", "avg", "dapo", "s16"]
+    assert average.word == "no difference"
+    beyond_clip = registered["neighbours", "best", "dapo_no_upper_clip", "s16"]
+    recomputed = registered["recomputed", "best", "dapo", "recomputed"]
+    assert beyond_clip.word == "gains" and recomputed.word == "no difference"
+    best_at_t_1 = stale.minus("best/t_1", "up_dapo", "dapo")
+    average_at_t_1 = stale.minus("avg/t_1", "up_dapo", "dapo")
+    assert best_at_t_1.low > 0 > average_at_t_1.high
+
+
+def _assert_half_by_the_clip(registered: Registered) -> None:
+    """Raise AssertionError unless the records support "about half, or more" of what
+    dropping the upper clip gives.
+    """
+    gain = registered["dapo", "best", "dapo", "s16"]
+    beyond_clip = registered["neighbours", "best", "dapo_no_upper_clip", "s16"]
+    assert 0.45 < 1 - beyond_clip.mean / gain.mean < 0.55
+    assert 0.62 < controls.share_of_the_clip("best/top_p_0.7") < 0.72
+    assert 0.85 < controls.share_of_the_clip("equal_avg/t_1") < 1
+
+
+def _assert_fresh_data() -> None:
+    """Raise AssertionError unless the fresh data had 8 updates a rollout, and UP gains
+    at 16 wherever these were run.
+    """
+    updates = {
+        run["settings"]["minibatches"]
+        for (_, group, _, _), run in stale.runs().items()
+        if group == "s0"
+    }
+    assert updates == {8}
+    assert all(row.best.low > 0 for row in without_lag.rows() if row.updates == 16)
 
 
 def paths() -> str:
@@ -87,25 +117,19 @@ def numbers() -> str:
     """Return the table of docs/findings.md: UP-DAPO minus DAPO under two decodings, and
     with lp_old recomputed.
     """
-    test, n = stale.registered(), len(stale.seeds())
-    again = [test["recomputed", m, "dapo", "recomputed"] for m in ("best", "avg")]
-    sampled = {m: stale.minus(f"{m}/t_1", "up_dapo", "dapo") for m in METRICS}
+    registered = stale.registered()
+    best = registered["dapo", "best", "dapo", "s16"]
+    average = registered["dapo", "avg", "dapo", "s16"]
     majority = stale.minus("maj", "up_dapo", "dapo")
-    both = "dapo", "up_dapo"
-    lost = [stale.between("avg", arm, "recomputed", arm, "s16") for arm in both]
-    ends = [f"{stale.level('best', arm, 'recomputed').mean:.0f}" for arm in both]
-    assert {e.word for e in again} == {"no difference"} and all(
-        e.high < 0 for e in lost
-    )
-    assert all(e.low < 0 < e.high for e in (majority, sampled["maj"]))
-    below = sum(value < 0 for value in sampled["avg"].values)
-    sampled_avg = f"{shown(sampled['avg'])}; {below} of {n} seeds below 0"
-    best, avg = (shown(test["dapo", m, "dapo", "s16"]) for m in ("best", "avg"))
+    at_t_1 = {m: stale.minus(f"{m}/t_1", "up_dapo", "dapo") for m in METRICS}
+    assert all(e.low < 0 < e.high for e in (majority, at_t_1["maj"]))
+    below = sum(value < 0 for value in at_t_1["avg"].values)
+    seeds_below = f"{below} of {len(stale.seeds())} seeds below 0"
     columns = ["", "top-p 0.7, registered", "T = 1, not registered"]
     rows = [
-        [METRICS["best"], best, shown(sampled["best"])],
-        [METRICS["avg"], avg, sampled_avg],
-        [METRICS["maj"], f"{shown(majority)}, not registered", shown(sampled["maj"])],
+        [METRICS["best"], shown(best), shown(at_t_1["best"])],
+        [METRICS["avg"], shown(average), f"{shown(at_t_1['avg'])}; {seeds_below}"],
+        [METRICS["maj"], f"{shown(majority)}, not registered", shown(at_t_1["maj"])],
     ]
     return "\n".join(
         [
@@ -113,10 +137,28 @@ def numbers() -> str:
             "",
             table(columns, rows),
             "",
-            f"Where the trainer recomputes lp_old, UP gains {shown(again[0])} of Best@32: both "
-            f"methods end at {ends[0]} to {ends[1]} %. Their Avg@32 is then "
-            f"{-sum(e.mean for e in lost) / 2:.0f} points lower than with the sampler's lp_old.",
+            _where_lp_old_is_recomputed(),
         ]
+    )
+
+
+def _where_lp_old_is_recomputed() -> str:
+    """Return sentences on the runs whose trainer computes lp_old again, beside those
+    with the sampler's, 16 rollouts stale.
+    """
+    registered = stale.registered()
+    gain = registered["recomputed", "best", "dapo", "recomputed"]
+    average = registered["recomputed", "avg", "dapo", "recomputed"]
+    assert gain.word == "no difference" and average.word == "no difference"
+    both = "dapo", "up_dapo"
+    lost = [stale.between("avg", arm, "recomputed", arm, "s16") for arm in both]
+    assert all(e.high < 0 for e in lost)
+    mean_loss = -sum(e.mean for e in lost) / 2
+    of_dapo, of_up = (stale.level("best", arm, "recomputed").mean for arm in both)
+    return (
+        f"Where the trainer recomputes lp_old, UP gains {shown(gain)} of Best@32: both "
+        f"methods end at {of_dapo:.0f} to {of_up:.0f} %. Their Avg@32 is then "
+        f"{mean_loss:.0f} points lower than with the sampler's lp_old."
     )
 
 
@@ -124,30 +166,23 @@ def explanations() -> str:
     """Return the table of docs/findings.md: other explanations of UP's gain on stale
     data, and what the records have on each.
     """
-    test = stale.registered()
-    gain = test["dapo", "best", "dapo", "s16"]
-    beyond_clip = test["neighbours", "best", "dapo_no_upper_clip", "s16"]
+    registered = stale.registered()
+    gain = registered["dapo", "best", "dapo", "s16"]
+    beyond_clip = registered["neighbours", "best", "dapo_no_upper_clip", "s16"]
     decoding = {m: shown(stale.change(f"{m}/t_1", m, "dapo")) for m in ("best", "avg")}
     at_t_1 = shown(stale.minus("best/t_1", "up_dapo", "dapo"))
     mean, low, high = stale.at_equal_average()
     equal = f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
-    r, cells = stale.entropy_and_best()
-    r_of_controls, methods = controls.entropy_and_best()
+    correlation, cells = stale.entropy_and_best()
+    correlation_of_controls, methods = controls.entropy_and_best()
     peak = stale.minus("best@highest", "up_dapo", "dapo")
+    assert 0 < peak.mean < gain.mean / 2
     rate = stale.exchange_rate()
-    at_top_p_0_7, worth_at_t_1 = (
+    worth_at_top_p, worth_at_t_1 = (
         stale.weighed(rate, "up_dapo", "dapo", d) for d in ("top_p_0.7", "t_1")
     )
-    assert worth_at_t_1.low < 0 < at_top_p_0_7.low
-    assert 0 < peak.mean < gain.mean / 2
-    n, better_base = len(stale.seeds()), stale.bases()[0]
+    assert worth_at_t_1.low < 0 < worth_at_top_p.low
     base = stale.level("best@first", "up_dapo").by_base[0]
-    paths = [
-        stale.runs()["up_dapo", "s16", better_base, seed] for seed in stale.seeds()
-    ]
-    best_of = [r["evals"][stale.PATH]["best"] for r in paths]
-    # runs whose best evaluation is the first, before training
-    untrained = sum(max(best) == best[0] for best in best_of)
     rows = [
         (
             "the missing upper clip",
@@ -168,7 +203,7 @@ def explanations() -> str:
             "a decoding that DAPO could have as well",
             f"From top-p 0.7 to T = 1, DAPO gains {rate:.1f} points of Best@32 for each point of "
             f"Avg@32 that it loses. In the sum of Best@32 and {rate:.1f} times Avg@32, UP-DAPO minus "
-            f"DAPO is {shown(at_top_p_0_7)} at top-p 0.7 and {shown(worth_at_t_1)} at T = 1 (not "
+            f"DAPO is {shown(worth_at_top_p)} at top-p 0.7 and {shown(worth_at_t_1)} at T = 1 (not "
             "registered)",
             "by this straight line all of the gain at T = 1, and not at top-p 0.7; the "
             "[registered controls](#the-controls) compare curves, which bend, and leave "
@@ -178,7 +213,7 @@ def explanations() -> str:
             "stopping at the best moment",
             f"The highest of a run's evaluations, UP-DAPO minus DAPO (not registered): {shown(peak)}",
             f"most of the gain; but from the base at {base:.0f} % the best moment is "
-            f"before training in {untrained} of {n} runs of UP-DAPO, so this tells nothing "
+            f"before training in {_untrained()} of {len(stale.seeds())} runs of UP-DAPO, so this tells nothing "
             "of training there",
         ),
         (
@@ -195,10 +230,23 @@ def explanations() -> str:
         (
             "more entropy, by any means",
             f"Over {cells} settings (method, staleness, source of lp_old), the final entropy and Best@32 have the "
-            f"correlation {r:.3f}. Over the {methods} methods of the controls it is "
-            f"{r_of_controls:.2f}",
+            f"correlation {correlation:.3f}. Over the {methods} methods of the controls it is "
+            f"{correlation_of_controls:.2f}",
             f"the [registered controls](#the-controls) {controls.bonus_words()}",
         ),
     ]
     columns = ["explanation", "the records, 16 rollouts stale, Best@32", "so it is"]
     return table(columns, rows)
+
+
+def _untrained() -> int:
+    """Return how many runs of UP-DAPO from the better base, 16 rollouts stale, have
+    their best evaluation before training.
+    """
+    better_base = stale.bases()[0]
+    number = 0
+    for seed in stale.seeds():
+        run = stale.runs()["up_dapo", "s16", better_base, seed]
+        best = run["evals"][stale.PATH]["best"]
+        number += max(best) == best[0]
+    return number

@@ -89,7 +89,10 @@ def _rate(arm: str) -> float:
 
 def _largest_norm(arm: str) -> float:
     """Return the largest norm of a gradient in any run of a method."""
-    return max(max(r["steps"]["grad_norm_max"]) for r in _main_runs()[arm])
+    norms = []
+    for run in _main_runs()[arm]:
+        norms += run["steps"]["grad_norm_max"]
+    return max(norms)
 
 
 def clip_at_one_rate() -> tuple[float, float]:
@@ -122,30 +125,45 @@ def _at_slopes() -> list[Effect]:
     return found
 
 
-def _rates_of_a_part(objective: str, part: str) -> list[float]:
-    """Return the rate that each part of the search would have chosen by itself, 16
-    rollouts stale.
+def _rates_of_parts(part: str) -> str:
+    """Return the rate that each part of the search would have chosen by itself for DAPO
+    without its upper clip, 16 rollouts stale, as text.
 
     Args:
-        objective: of the method.
         part: "seed" or "base".
     """
-    registered, known, _ = _load()
-    runs = [
-        r
-        for r in known.values()
-        if (r["settings"]["objective"], r["settings"]["staleness"]) == (objective, 16)
-        and r["settings"]["seed"] in registered.search.seeds
-    ]
+    registered, _, _ = _load()
+    runs = _search_runs("dapo_no_upper_clip")
+    rates = sorted({run["settings"]["lr"] for run in runs})
     chosen = []
-    for value in sorted({r["settings"][part] for r in runs}):
-        of_part = [r for r in runs if r["settings"][part] == value]
+    for value in sorted({run["settings"][part] for run in runs}):
         scores = {}
-        for rate in sorted({r["settings"]["lr"] for r in runs}):
-            at_rate = [r for r in of_part if r["settings"]["lr"] == rate]
-            scores[rate] = registered.search.score_of(at_rate)
-        chosen.append(max(scores, key=lambda rate: scores[rate]))
-    return chosen
+        for rate in rates:
+            of_rate = [
+                run
+                for run in runs
+                if run["settings"][part] == value and run["settings"]["lr"] == rate
+            ]
+            scores[rate] = registered.search.score_of(of_rate)
+        best = max(scores, key=scores.__getitem__)
+        chosen.append(f"{best:g}")
+    return " and ".join(chosen)
+
+
+def _search_runs(objective: str) -> list[RunRecord]:
+    """Return the runs by which the search chose the rate of a method, 16 rollouts
+    stale.
+    """
+    registered, known, _ = _load()
+    found = []
+    for run in known.values():
+        settings = run["settings"]
+        is_of_method = (
+            settings["objective"] == objective and settings["staleness"] == 16
+        )
+        if is_of_method and settings["seed"] in registered.search.seeds:
+            found.append(run)
+    return found
 
 
 def clip_words() -> str:
@@ -156,41 +174,30 @@ def clip_words() -> str:
         if group == "s16" and arm in ("up_dapo", "dapo_no_upper_clip")
     }
     assert rates == {_rate("up_dapo")}
-    best, avg = (
-        shown(stale.minus(f"{metric}/t_1", "up_dapo", "dapo_no_upper_clip"))
-        for metric in ("best", "avg")
-    )
-    least, most = map(shown, sorted(_at_slopes(), key=lambda e: e.mean))
-
-    def rates_by(part: str) -> str:
-        """Return the rates of the parts of the search as text."""
-        found = _rates_of_a_part("dapo_no_upper_clip", part)
-        return " and ".join(f"{rate:g}" for rate in found)
-
-    by_seed, by_base = rates_by("seed"), rates_by("base")
-    norms = [
-        f"{_largest_norm(arm):.0f}" for arm in ("dapo_no_upper_clip", "up_dapo", "dapo")
-    ]
-    # how many problems, of any run on stale data, and of any of the controls
-    problems = [
-        next(iter(of_runs))["settings"]["eval_problems"]
-        for of_runs in (stale.runs().values(), _main_runs()["dapo"])
-    ]
+    best = shown(stale.minus("best/t_1", "up_dapo", "dapo_no_upper_clip"))
+    avg = shown(stale.minus("avg/t_1", "up_dapo", "dapo_no_upper_clip"))
+    least, most = sorted(_at_slopes(), key=lambda e: e.mean)
+    # the same in every run of an experiment
+    problems = _main_runs()["dapo"][0]["settings"]["eval_problems"]
+    any_stale_run = next(iter(stale.runs().values()))
+    stale_problems = any_stale_run["settings"]["eval_problems"]
     return (
         "**At which learning rate?** In this experiment the search chose "
         f"{_rate('dapo_no_upper_clip'):g} for DAPO without its upper clip and "
         f"{_rate('up_dapo'):g} for UP-DAPO. Its two seeds by themselves choose "
-        f"{by_seed} for DAPO without its upper clip, its two bases {by_base}. In the records on stale data both have "
-        f"{_rate('up_dapo'):g}, on {problems[0]} other problems in place of "
-        f"{problems[1]}. There UP-DAPO minus DAPO without its upper clip is {best} of "
-        f"Best@32 and {avg} of Avg@32 at T = 1, which is {least} to {most} at equal "
+        f"{_rates_of_parts('seed')} for DAPO without its upper clip, its two bases "
+        f"{_rates_of_parts('base')}. In the records on stale data both have "
+        f"{_rate('up_dapo'):g}, on {stale_problems} other problems in place of "
+        f"{problems}. There UP-DAPO minus DAPO without its upper clip is {best} of "
+        f"Best@32 and {avg} of Avg@32 at T = 1, which is {shown(least)} to {shown(most)} at equal "
         "Avg@32, by the slope at which one is exchanged for the other (none of it "
         "registered). So *nothing more* is shown of DAPO without its upper clip at half of "
         "UP's rate, and not at UP's rate.\n\n"
         "**Stability.** The paper's argument for the self-anchor is that its run "
         "without the upper clip explodes beyond 80 steps (Fig. 5). In this experiment "
-        f"no run without it does: the largest norm of a gradient is {norms[0]} without the upper "
-        f"clip, {norms[1]} for UP-DAPO and {norms[2]} for DAPO."
+        "no run without it does: the largest norm of a gradient is "
+        f"{_largest_norm('dapo_no_upper_clip'):.0f} without the upper "
+        f"clip, {_largest_norm('up_dapo'):.0f} for UP-DAPO and {_largest_norm('dapo'):.0f} for DAPO."
     )
 
 
@@ -219,15 +226,16 @@ def entropy_and_best() -> tuple[float, int]:
     """Return the correlation of final entropy and Best@32 at top-p 0.7 over the
     methods, and how many methods there are.
     """
-    runs = _main_runs()
+    every = _main_runs().values()
+    entropy = [_mean("entropy", runs) for runs in every]
+    best = [_mean("best/top_p_0.7", runs) for runs in every]
+    return float(np.corrcoef(entropy, best)[0, 1]), len(every)
 
-    def means(name: str) -> list[float]:
-        """Return the mean of a number over the runs of each method."""
-        term = term_of(name, "", "")
-        return [float(np.mean([number(r, term) for r in of])) for of in runs.values()]
 
-    correlation = np.corrcoef(means("entropy"), means("best/top_p_0.7"))[0, 1]
-    return float(correlation), len(runs)
+def _mean(name: str, runs: list[RunRecord]) -> float:
+    """Return the mean of a number over runs."""
+    term = term_of(name, "", "")
+    return float(np.mean([number(run, term) for run in runs]))
 
 
 def _effect(metric: str, other: str) -> Effect:
@@ -239,19 +247,19 @@ def _effect(metric: str, other: str) -> Effect:
         other: the method.
     """
     _, _, effects = _load()
-    wanted = "up_dapo", metric, other, "s16"
-    (found,) = (
-        e
-        for e in effects
-        if (q := e.question) and (q.first, q.name, q.other, q.group) == wanted
-    )
-    return found
+    found = []
+    for e in effects:
+        q = e.question
+        if (q.first, q.name, q.other, q.group) == ("up_dapo", metric, other, "s16"):
+            found.append(e)
+    (effect,) = found
+    return effect
 
 
 def _family(name: str) -> list[Effect]:
     """Return the effects of one registered family."""
     registered, _, effects = _load()
-    by_name = {f.name: found for f, found in registered.by_family(effects)}
+    by_name = {family.name: of for family, of in registered.by_family(effects)}
     return by_name[name]
 
 
@@ -285,9 +293,10 @@ def text() -> str:
         return f"{progress} The first look is at {first} seeds; before it nothing is known."
     due = registered.seeds_due(known)
     seeds = min(e.n for e in _family("equal"))
-    look = (
-        "The final look" if seeds >= due else f"The first look, {seeds} of {due} seeds"
-    )
+    if seeds >= due:
+        look = "The final look"
+    else:
+        look = f"The first look, {seeds} of {due} seeds"
     against = {
         control: answer.against(registered, effects, control)
         for control in registered.answer["controls"]
@@ -331,16 +340,14 @@ def _caveats(registered: plan.Plan) -> str:
         highest.append(rounded(effect.question, effect.high))
     barely = _effect("equal_avg/t_1", "dapo_clip_1")
     clipped = np.mean([r["steps"]["clip_pos_high"] for r in runs["dapo_clip_3"]])
-    bonus, plain = (
-        registered.search.score_of(runs[arm]) for arm in ("dapo_bonus", "dapo")
-    )
+    bonus = registered.search.score_of(runs["dapo_bonus"])
+    plain = registered.search.score_of(runs["dapo"])
     coefficient = runs["dapo_bonus"][0]["settings"]["entropy_bonus"]
     steps = registered.search.settings["steps"]
-    early_bonus, early_plain = (
-        _score_at(runs[arm], steps, registered) for arm in ("dapo_bonus", "dapo")
-    )
+    early_bonus = _score_at(runs["dapo_bonus"], steps, registered)
+    early_plain = _score_at(runs["dapo"], steps, registered)
     assert clipped < 1e-5 and bonus < plain and early_bonus < early_plain
-    assert not _would_be_nothing_more_at_half_the_gain()
+    assert not any(map(_nothing_more_at_half_the_gain, registered.answer["controls"]))
     problems = runs["dapo"][0]["settings"]["eval_problems"]
     return (
         "*Nothing more* means nothing beyond the margins, which are about as large as "
@@ -372,20 +379,15 @@ def _score_at(runs: list[RunRecord], step: int, registered: plan.Plan) -> float:
     return float(np.max(points[:, 1] + registered.search.exchange * points[:, 0]))
 
 
-def _would_be_nothing_more_at_half_the_gain() -> list[str]:
-    """Return the controls beyond which UP-DAPO would give nothing more if the margins
-    were half of its gain on DAPO; [] for none.
+def _nothing_more_at_half_the_gain(control: str) -> bool:
+    """Return whether UP-DAPO would give nothing more than a control if the margins were
+    half of its gain on DAPO.
     """
-    registered, _, _ = _load()
-    return [
-        control
-        for control in registered.answer["controls"]
-        if all(
-            _effect(level, control).high < _effect(level, "dapo").mean / 2
-            and _effect(level, control).low <= 0
-            for level in LEVELS
-        )
-    ]
+    for level in LEVELS:
+        beyond, margin = _effect(level, control), _effect(level, "dapo").mean / 2
+        if beyond.high >= margin or beyond.low > 0:
+            return False
+    return True
 
 
 def _against_each_control(against: dict[str, str]) -> str:

@@ -3,7 +3,6 @@
 one.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -105,49 +104,48 @@ def _of_steps() -> Iterator[Cause]:
     case = build_case(model, goal, None, ())
     right, b = case.forward, case.padded.widened()
     for variants in (log_prob_variants, model_variants):
-        yield from (fault.cause for fault in variants(right))
+        for fault in variants(right):
+            yield fault.cause
     lp = right.statistics()[0].detach()
     lp = torch.nn.functional.pad(lp, (0, b.mask.shape[1] - lp.shape[1]))
-    w = Tokens(goal, case.rows, b, lp, lp, [], lp, lp, float(lp.abs().max()))
-    hp = goal.hp | {"beta": goal.beta}
-    yield from (fault.cause for fault in causes.token_faults(w, hp))
-    k = torch.ones(len(case.rows), dtype=torch.float64)
-    yield from (
-        cause
-        for cause, _ in normalizers.aggregations(goal, case.rows, case.padded, k, [])
-    )
+    tokens = Tokens(goal, case.rows, b, lp, lp, [], lp, lp, float(lp.abs().max()))
+    for fault in causes.token_faults(tokens, goal.hp | {"beta": goal.beta}):
+        yield fault.cause
+    factors = torch.ones(len(case.rows), dtype=torch.float64)
+    for cause, _ in normalizers.aggregations(goal, case.rows, case.padded, factors, []):
+        yield cause
 
 
 def table() -> str:
     """Return the table of the page, by id: an example in words, and the kinds of
     functions that can have the fault. Faults that are another objective have no row.
     """
-    words: dict[str, str] = {}
-    of: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    words: dict[str, str] = {}  # id -> the first example
+    names_of: dict[str, dict[str, set[str]]] = {}  # id -> kind -> objectives
     for kind, name, cause in faults():
-        for id in cause.ids:
-            if not id.startswith(OTHER):
-                of[id][kind].add(name)
+        for fault_id in cause.ids:
+            if not fault_id.startswith(OTHER):
+                kinds = names_of.setdefault(fault_id, {})
+                kinds.setdefault(kind, set()).add(name)
         if len(cause.ids) == 1:
             words.setdefault(cause.ids[0], cause.words)
-    number = len(upref.names())
     rows = []
-    for id in sorted(of):
-        kinds = [_where(kind, of[id][kind], number) for kind in KINDS if of[id][kind]]
-        example = words.get(id, "").replace("|", "\\|")
-        rows.append([f"`{id}`", example, ", ".join(kinds)])
+    for fault_id, kinds in sorted(names_of.items()):
+        example = words.get(fault_id, "").replace("|", "\\|")
+        where = [_where(kind, kinds[kind]) for kind in KINDS if kind in kinds]
+        rows.append([f"`{fault_id}`", example, ", ".join(where)])
     return markdown.table(["id", "for example", "of"], rows)
 
 
-def _where(kind: str, names: set[str], number: int) -> str:
+def _where(kind: str, names: set[str]) -> str:
     """Return a kind of function; of losses also of how many objectives it is a fault,
     unless of all.
 
     Args:
         kind: one of KINDS.
         names: of the objectives that have it.
-        number: of all objectives.
     """
+    number = len(upref.names())
     if kind != "loss" or len(names) == number:
         return kind
     return f"loss ({len(names)} of {number})"

@@ -98,13 +98,17 @@ def column_of(e: Entry) -> str:
         return "advantages"
     if kinds <= {"value"}:
         return "critic"
-    if kinds <= {"kl", "distillation"} or all(
-        "beta=" in x.held_against for x in e.evidence
-    ):
+    if kinds <= {"kl", "distillation"}:
         return "KL"
-    if kinds <= {"aggregation"} or all(x.where == MASKED for x in e.evidence):
+    if all("beta=" in x.held_against for x in e.evidence):
+        return "KL"
+    if kinds <= {"aggregation"}:
         return "masks"
-    return "micro-batches" if all(x.micro_batches > 1 for x in e.evidence) else "loss"
+    if all(x.where == MASKED for x in e.evidence):
+        return "masks"
+    if all(x.micro_batches > 1 for x in e.evidence):
+        return "micro-batches"
+    return "loss"
 
 
 def shows(row: dict[str, Any], column: str) -> bool:
@@ -160,7 +164,7 @@ def stepped(name: str, rows: list[dict[str, Any]]) -> Cell:
     differ = [row for row in compared if row["cause"]]
     status = "agrees"
     if differ:
-        notes = [note for row in differ if (note := steps.note_of(name, row))]
+        notes = filter(None, [steps.note_of(name, row) for row in differ])
         status = min((note["status"] for note in notes), key=ORDER.index)
     agree = len(compared) - len(differ)
     return Cell(
@@ -207,10 +211,10 @@ def sampler(name: str) -> Cell:
         status = "differs"
     on = any(row["transform"] for row in rows if row["default"] == samplers.DEFAULT)
     by_default = "on by default" if on else "none by default"
-    settings_word = "setting" if len(differences) == 1 else "settings"
+    number = "1 setting" if len(differences) == 1 else f"{len(differences)} settings"
     return Cell(
         status,
-        f": {len(differences)} {settings_word}; {by_default}",
+        f": {number}; {by_default}",
         "sampler-corrections.md",
         rows[0]["commit"][:9],
         record.read(samplers.FILE)[0].date,
@@ -223,9 +227,14 @@ def tried(name: str, column: str) -> list[str]:
     """
     if name not in ADAPTERS or column not in GROUPS:
         return []
-    ends = record.rows(_file_of_suite(name))["cases"]
-    ids = [case.id for case in cases() if case.id.partition("/")[0] in GROUPS[column]]
-    return [x for x in ids if ends.get(x, {}).get("status") != "skipped"]
+    results = record.rows(_file_of_suite(name))["cases"]
+    found = []
+    for case in cases():
+        group = case.id.partition("/")[0]
+        status = results.get(case.id, {}).get("status")
+        if group in GROUPS[column] and status != "skipped":
+            found.append(case.id)
+    return found
 
 
 def _file_of_suite(name: str) -> Path:

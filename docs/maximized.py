@@ -5,7 +5,7 @@ maximize on average.
 
 from upref import advantages, kl
 from upref.aggregation import AGGREGATIONS
-from upref.markdown import table
+from upref.markdown import codes, table
 from upref.maximization.expected import USES
 from upref.maximization.maximization import Answer, Maximization
 from upref.maximization.maximizes import WHERE, maximizes
@@ -31,7 +31,7 @@ def estimators() -> str:
         answers = _by_setting(maximizes(name, kind="advantage", group_size=GROUP_SIZE))
         cells = [_words(answers.get(setting)) for setting in SETTINGS[::2]]
         objectives = [n for n in names() if get(n).adv == name]
-        rows.append((f"`{name}`", *cells, _list(objectives)))
+        rows.append((f"`{name}`", *cells, codes(objectives)))
     columns = ("estimator", "rewards 0 or 1", "graded rewards", "objectives with it")
     return table(columns, rows)
 
@@ -48,7 +48,7 @@ def aggregations() -> str:
         answers = _by_setting(maximizes(objective, group_size=3))
         cells = [_words(answers[setting]) for setting in SETTINGS[2:]]
         objectives = [n for n in names() if get(n).agg == agg]
-        rows.append((f"`{agg}`", *cells, _list(objectives)))
+        rows.append((f"`{agg}`", *cells, codes(objectives)))
     columns = ("aggregation", "one length", "different lengths", "objectives with it")
     return table(columns, rows)
 
@@ -79,8 +79,3 @@ def _words(answer: Answer | None) -> str:
         factors = ", ".join(f"{x:.3g} at {p:g}" for p, x in answer.factors.items())
         words += f" ({factors})"
     return words
-
-
-def _list(objectives: list[str]) -> str:
-    """Return names as code, with commas between them."""
-    return ", ".join(f"`{name}`" for name in objectives)

@@ -128,12 +128,14 @@ def weighed(rate: float, first: str, other: str, decoding: str) -> Effect:
     return ask(Question("best", tuple(terms)))
 
 
-def _paths(arm: str, metric: str) -> Numbers:
-    """Return a metric along training, the mean over the bases, [seeds, evaluations]."""
+def _dapo_paths(metric: str) -> Numbers:
+    """Return a metric of DAPO along training, the mean over the bases, 16 rollouts
+    stale: [seeds, evaluations].
+    """
     found = []
     for seed in seeds():
         columns = [
-            runs()[arm, "s16", base, seed]["evals"][PATH][metric] for base in bases()
+            runs()["dapo", "s16", base, seed]["evals"][PATH][metric] for base in bases()
         ]
         found.append(np.mean(columns, axis=0))
     return 100 * np.array(found)
@@ -148,15 +150,16 @@ def at_equal_average() -> tuple[float, float, float]:
     DAPO's path is the mean over seeds, with straight lines between evaluations. The
     interval: percentiles of a bootstrap over seeds.
     """
-    ends = {m: np.array(level(m, "up_dapo").values) for m in ("avg", "best")}
-    path = {m: _paths("dapo", m) for m in ("avg", "best")}
+    up_avg = np.array(level("avg", "up_dapo").values)
+    up_best = np.array(level("best", "up_dapo").values)
+    dapo_avg, dapo_best = _dapo_paths("avg"), _dapo_paths("best")
 
     def gain(rows: Places | slice) -> float:
         """Return the difference in points, of the seeds at these indices."""
-        avg, best = path["avg"][rows].mean(0), path["best"][rows].mean(0)
+        avg, best = dapo_avg[rows].mean(0), dapo_best[rows].mean(0)
         order = np.argsort(avg)
-        there = np.interp(ends["avg"][rows].mean(), avg[order], best[order])
-        return float(ends["best"][rows].mean() - there)
+        dapo_there = np.interp(up_avg[rows].mean(), avg[order], best[order])
+        return float(up_best[rows].mean() - dapo_there)
 
     rng, n = np.random.default_rng(0), len(seeds())
     drawn = [gain(rng.integers(n, size=n)) for _ in range(DRAWS)]
