@@ -372,6 +372,8 @@ def test_bounds_of_the_ratio_are_no_halves_of_a_clip():
     loss = read(with_bounds, get("ppo_clip"), {"eps": 0.1})
     assert not loss.bound_args
     assert loss.unbound == {"eps": 0.1}
+    assert not read(with_bounds, get("dapo")).accepts
+    assert read(with_halves, get("dapo")).accepts == {"eps_low", "eps_high"}
     assert names.halves({"clip_low": 0.2, "clip_high": 0.2})
     assert not names.halves({"clip_low": 0.8, "clip_high": None})
     assert not names.halves({"clip_min": None, "clip_max": None})

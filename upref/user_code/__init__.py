@@ -533,8 +533,8 @@ def _arguments_of_each(
 ) -> dict[str, tuple[str, ...]]:
     """Return hyperparameter -> the arguments of the loss that mean it: one, or the two
     halves of a clip that the objective has one `eps` for. Other arguments of which two
-    could mean one hyperparameter are left out, unless one has its name. So is an `eps`
-    that guards a division.
+    could mean one hyperparameter are left out, unless one has its name. So are an `eps`
+    that guards a division, and a bound of the ratio itself, as `clip_max=1.28`.
     """
     known = set(objective.hyperparameters)
     defaults = _defaults(reading.settings)
@@ -544,6 +544,14 @@ def _arguments_of_each(
         if not names.guards_division(argument, default)
     ]
     meaning = {argument: names.hyperparameter(argument, known) for argument in may_mean}
+    for argument, meant in meaning.items():
+        if (
+            argument not in known
+            and meant in ("eps", "eps_low", "eps_high")
+            and names.is_bound(defaults[argument])
+            and not names.is_bound(objective.hyperparameters[meant])
+        ):
+            meaning[argument] = ""
     count_of = Counter(meaning.values())
     arguments: dict[str, tuple[str, ...]] = {}
     for argument, meant in meaning.items():

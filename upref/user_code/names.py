@@ -571,6 +571,16 @@ def arguments(key: str, defaults: Mapping[str, Any]) -> tuple[str, ...]:
 MOST_EPS = 0.5  # a larger number is a bound of the ratio, as 0.8 or 1.2
 
 
+def is_bound(default: Any) -> bool:
+    """Tell whether a default is a bound of the ratio itself by its size, as 0.8 or 1.28,
+    and no distance from 1.
+
+    Args:
+        default: of an argument.
+    """
+    return isinstance(default, int | float) and default > MOST_EPS
+
+
 def halves(defaults: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the two arguments that one `eps` goes to: the lower and the upper half of
     a clip, as `clip_low` and `clip_high`; () where there are none, or several, or where
@@ -588,7 +598,7 @@ def halves(defaults: Mapping[str, Any]) -> tuple[str, ...]:
     numbers = [
         defaults[name] for name in pair if isinstance(defaults[name], int | float)
     ]
-    are_bounds = any(number > MOST_EPS for number in numbers)
+    are_bounds = any(map(is_bound, numbers))
     is_named_as_bound = any({"min", "max"} & set(words(name)) for name in pair)
     if are_bounds or (not numbers and is_named_as_bound):
         return ()
