@@ -36,7 +36,7 @@ def batch(adv, dtype=torch.float32, **more):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "name", ["group_norm", "group_mean", "leave_one_out", "group_mean_whiten"]
 )

@@ -19,9 +19,10 @@ from upref.rollouts import one_per_response, per_response
 
 EPSILONS = (1e-6, 1e-8, 1e-4)  # verl, others, TRL
 # A column of float32 repeats an estimator to a few units in the last place, a column of
-# bfloat16 to 2^-8.
+# bfloat16 to 2^-8, one of float16 to 2^-11.
 TOLERANCE = 2e-5
 TOLERANCE_BFLOAT16 = 2**-7
+TOLERANCE_FLOAT16 = 2**-10
 LEAST_RESPONSES = 3  # responses with an advantage: fewer fit anything
 # The same, of advantages with the other sign or of other rows: rewards of 0 and 1 give two
 # values, and so many of two values are in one order by chance with probability 2^-12
@@ -253,10 +254,11 @@ def _is_line_of_rewards(batch: RecordedBatch) -> bool:
 
 def _tolerance(A: Tensor) -> float:
     """Return the error that rounding may make, relative to the largest advantage: more
-    where all advantages are bfloat16 numbers.
+    where all advantages are bfloat16 numbers, or float16 numbers.
     """
-    is_bfloat16 = bool((A.bfloat16().double() == A).all())
-    return TOLERANCE_BFLOAT16 if is_bfloat16 else TOLERANCE
+    if (A.bfloat16().double() == A).all():
+        return TOLERANCE_BFLOAT16
+    return TOLERANCE_FLOAT16 if (A.half().double() == A).all() else TOLERANCE
 
 
 def _no_estimator(batch: RecordedBatch) -> ReplayFinding:
