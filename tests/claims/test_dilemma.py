@@ -48,26 +48,25 @@ def test_a_token_ratio_estimates_the_target_for_one_token_only(counterexample, h
 
     fn, old = upref.get("is_pg").fn, T(0.5, 0.5).log()
     R = {o: float(o == (1, 1)) for o in responses()}
-    target = gradient(
-        lambda z: sum(lp(z, o).sum().exp() * R[o] for o in responses()), z
-    )
-    tokens = gradient(
-        lambda z: sum(0.25 * fn(lp(z, o), old, T(R[o])).sum() for o in responses()), z
-    )
-    whole = gradient(
-        lambda z: sum(
+
+    def expected_reward(z):
+        return sum(lp(z, o).sum().exp() * R[o] for o in responses())
+
+    # under π_old each of the four responses has the probability 0.25
+    def by_token_ratios(z):
+        return sum(0.25 * fn(lp(z, o), old, T(R[o])).sum() for o in responses())
+
+    def by_whole_ratio(z):
+        return sum(
             0.25 * fn(lp(z, o).sum(), old.sum(), T(R[o])).sum() for o in responses()
-        ),
-        z,
-    )
-    holds(
-        "∂/∂z_1 by the ratio of the whole response", target[0].item(), whole[0].item()
-    )
-    counterexample(
-        "∂/∂z_1 by token ratios, two tokens, π_old uniform",
-        target[0].item(),
-        tokens[0].item(),
-    )
+        )
+
+    target = gradient(expected_reward, z)[0].item()
+    tokens = gradient(by_token_ratios, z)[0].item()
+    whole = gradient(by_whole_ratio, z)[0].item()
+    holds("∂/∂z_1 by the ratio of the whole response", target, whole)
+    words = "∂/∂z_1 by token ratios, two tokens, π_old uniform"
+    counterexample(words, target, tokens)
 
 
 def test_the_factor_r_is_what_makes_it_right(counterexample):

@@ -476,26 +476,28 @@ def main() -> int:
     file = LISTS / f"{name}.json"
     kept = results(name)["options"] if file.exists() else {}
     listed = options(name)
+
+    def is_complete(option: Option) -> bool:
+        return [one["to"] for one in kept.get(option.key, [])] == option.to
+
     chosen = [option for option in listed if asked.only in option.key]
     if asked.missing:
-        chosen = [
-            option
-            for option in chosen
-            if [one["to"] for one in kept.get(option.key, [])] != option.to
-        ]
+        chosen = [option for option in chosen if not is_complete(option)]
 
     def keep(found: dict[str, list[dict[str, Any]]]) -> None:
+        """Add results, and write all of them in the order of the list."""
         kept.update(found)
         write(file, adapter.name, {o.key: kept[o.key] for o in listed if o.key in kept})
 
     for option in chosen:
-        if option.why:
+        if option.why:  # no case notices it: these are measured together, below
             continue
         found = [measure(name, adapter, option, value) for value in option.to]
         for one in found:
             print_one(option, one)
         keep({option.key: found})
-    if quiet := [option for option in chosen if option.why]:
+    quiet = [option for option in chosen if option.why]
+    if quiet:
         keep(measure_together(name, adapter, quiet))
     return 0
 

@@ -54,40 +54,35 @@ def test_every_jump_is_found_and_nothing_else(data):
         return y / x > 1.05 or y - x > max(1e-11, 0.3 * abs(x - 1), 0.3 * abs(y - 1))
 
     bounds = [b for n, b in enumerate(bounds) if not n or apart(bounds[n - 1], b)]
-    heights = [
-        data.draw(st.sampled_from([0.0, 1.0, 1.3, 0.2, 3.0, -1.0]))
-        for _ in range(len(bounds) + 1)
-    ]
-    slopes = [data.draw(st.sampled_from([0.0, 0.1, -0.15, 0.3])) for _ in heights]
-    curve, A = (
-        piecewise(bounds, heights, slopes),
-        data.draw(st.sampled_from([1.0, -2.5])),
-    )
+    height = st.sampled_from([0.0, 1.0, 1.3, 0.2, 3.0, -1.0])
+    heights = [data.draw(height) for _ in range(len(bounds) + 1)]
+    slope = st.sampled_from([0.0, 0.1, -0.15, 0.3])
+    slopes = [data.draw(slope) for _ in heights]
+    curve = piecewise(bounds, heights, slopes)
+    A = data.draw(st.sampled_from([1.0, -2.5]))
 
     def value(n, r):
+        """Return the weight by the formula of the n-th piece."""
         return heights[n] * (1 + slopes[n] * np.log(r)) * A
 
-    sides = [(value(n, b), value(n + 1, b)) for n, b in enumerate(bounds)]
-    true = [
-        (b, *s)
-        for b, s in zip(bounds, sides, strict=True)
-        if abs(s[1] - s[0]) > 0.05 * max(map(abs, s))
-    ]
-    hidden = [
-        b
-        for b, s in zip(bounds, sides, strict=True)
-        if 0 < abs(s[1] - s[0]) <= 0.05 * max(map(abs, s))
-    ]
+    true = []  # (bound, [below, above]) of what counts as a jump
+    too_small = []  # bounds at which a jump may be found or not
+    for n, bound in enumerate(bounds):
+        below, above = value(n, bound), value(n + 1, bound)
+        least = 0.05 * max(abs(below), abs(above))
+        if abs(above - below) > least:
+            true.append((bound, [below, above]))
+        elif abs(above - below) > 0:
+            too_small.append(bound)
     r = GRID[(GRID > 0.05) & (GRID < 20)]
-    found = [
-        j
-        for j in curve.jumps(A, r=r)
-        if not any(abs(j.r / b - 1) < 1e-12 for b in hidden)
-    ]
-    assert [j.r for j in found] == pytest.approx(
-        [b for b, *_ in true], rel=1e-15, abs=0
-    )
-    assert [(j.below, j.above) for j in found] == [pytest.approx(s) for _, *s in true]
+    found = []
+    for jump in curve.jumps(A, r=r):
+        if not any(abs(jump.r / bound - 1) < 1e-12 for bound in too_small):
+            found.append(jump)
+    true_bounds = [bound for bound, _ in true]
+    assert [j.r for j in found] == pytest.approx(true_bounds, rel=1e-15, abs=0)
+    both_sides = [pytest.approx(sides) for _, sides in true]
+    assert [(j.below, j.above) for j in found] == both_sides
     ends, alive = curve.ends([A, 2 * A])
     for row in ends:
         assert [e for e in row if 0.05 < e < 20] == [j.r for j in found if j.end]

@@ -54,21 +54,22 @@ def test_log_probs_entropy_and_kl_are_those_of_the_softmax(temperature):
 @given(weights, weights)
 def test_zero_probabilities_are_exact(w, v):
     """Rational distributions, so that entropy and KL are sums over their supports."""
-    p, q = ([x / sum(y) for x in y] for y in (w, v))
-    H = -sum(x * math.log(x) for x in p if x)
-    inside = all(y > 0 for x, y in zip(p, q, strict=True) if x)
-    D = (
-        sum(x * math.log(x / y) for x, y in zip(p, q, strict=True) if x)
-        if inside
-        else math.inf
-    )
+    p = [x / sum(w) for x in w]
+    q = [x / sum(v) for x in v]
+    support = [(x, y) for x, y in zip(p, q, strict=True) if x]
+    H = -sum(x * math.log(x) for x, _ in support)
+    D = math.inf
+    if all(y > 0 for _, y in support):
+        D = sum(x * math.log(x / y) for x, y in support)
+    kl = categorical_kl(logits_of(w), logits_of(v)).item()
     assert math.isclose(entropy(logits_of(w)).item(), H, abs_tol=1e-14)
-    assert math.isclose(
-        categorical_kl(logits_of(w), logits_of(v)).item(), D, abs_tol=1e-14
-    )
+    assert math.isclose(kl, D, abs_tol=1e-14)
     for token, x in enumerate(p):
         got = token_log_probs(logits_of(w), torch.tensor([[token]])).item()
-        assert got == NEG if x == 0 else math.isclose(got, math.log(x), abs_tol=1e-14)
+        if x == 0:
+            assert got == NEG
+        else:
+            assert math.isclose(got, math.log(x), abs_tol=1e-14)
 
 
 def test_known_values():

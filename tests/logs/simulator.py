@@ -159,10 +159,11 @@ def batches(setting: Setting, steps: int) -> list[list[Batch]]:
 
 def _averaged(rows: list[Row]) -> Row:
     """Return the mean of each number over some rows."""
-    return {
-        key: float(np.mean([row[key] for row in rows if key in row]))
-        for key in dict.fromkeys(k for row in rows for k in row)
-    }
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            values.setdefault(key, []).append(value)
+    return {key: float(np.mean(of_rows)) for key, of_rows in values.items()}
 
 
 # ---- what each framework logs --------------------------------------------------------
@@ -173,6 +174,9 @@ def trl(setting: Setting, steps: list[list[Batch]]) -> list[Row]:
     for number, updates in enumerate(steps, 1):
         for b in updates:
             ended = b.lengths[~b.cut]
+            # TRL logs 0 where no response has ended
+            terminated = ended if len(ended) else np.zeros(1)
+            of_prompts = [b.reward[b.group == k] for k in set(b.group)]
             if b.same_update:
                 seen += int(b.lengths.sum()) + 20 * len(b.lengths)
             row = {
@@ -182,19 +186,13 @@ def trl(setting: Setting, steps: list[list[Batch]]) -> list[Row]:
                 "completions/min_length": float(b.lengths.min()),
                 "completions/max_length": float(b.lengths.max()),
                 "completions/clipped_ratio": float(b.cut.mean()),
-                "completions/mean_terminated_length": float(
-                    ended.mean() if len(ended) else 0
-                ),
-                "completions/min_terminated_length": float(
-                    ended.min() if len(ended) else 0
-                ),
-                "completions/max_terminated_length": float(
-                    ended.max() if len(ended) else 0
-                ),
+                "completions/mean_terminated_length": float(terminated.mean()),
+                "completions/min_terminated_length": float(terminated.min()),
+                "completions/max_terminated_length": float(terminated.max()),
                 "reward": float(b.reward.mean()),
                 "reward_std": float(b.reward.std(ddof=1)),
                 "frac_reward_zero_std": float(
-                    np.mean([b.reward[b.group == k].std() == 0 for k in set(b.group)])
+                    np.mean([x.std() == 0 for x in of_prompts])
                 ),
                 "entropy": b.mean(b.entropy),
                 "clip_ratio/low_mean": b.mean(b.low),
@@ -218,11 +216,25 @@ def trl(setting: Setting, steps: list[list[Batch]]) -> list[Row]:
                 }
             rows.append(row)
         if number % setting.averaged == 0:
-            out.append(
-                _averaged(rows) | {"step": float(number), "num_tokens": float(seen)}
-            )
+            last = {"step": float(number), "num_tokens": float(seen)}
+            out.append(_averaged(rows) | last)
             rows = []
     return out
+
+
+def _actor(update: Batch) -> Row:
+    """Return what verl's actor logs of one update."""
+    row = {
+        "actor/pg_loss": update.mean(update.pg),
+        "actor/pg_clipfrac": update.mean(np.maximum(update.low, update.high)),
+        "actor/pg_clipfrac_lower": 0.0,
+        "actor/ppo_kl": update.mean(update.old - update.now),
+        "actor/grad_norm": update.grad_norm,
+    }
+    if update.beta:
+        row["actor/kl_loss"] = update.mean(update.k3)
+        row["actor/kl_coef"] = update.beta
+    return row
 
 
 def verl(setting: Setting, steps: list[list[Batch]]) -> list[Row]:
@@ -238,21 +250,7 @@ def verl(setting: Setting, steps: list[list[Batch]]) -> list[Row]:
         mean_old = (b.old * b.mask).sum(1) / b.mask.sum(1)
         mean_sampler = (b.sampler * b.mask).sum(1) / b.mask.sum(1)
         diff = mean_sampler - mean_old
-        actor = [
-            {
-                "actor/pg_loss": u.mean(u.pg),
-                "actor/pg_clipfrac": u.mean(np.maximum(u.low, u.high)),
-                "actor/pg_clipfrac_lower": 0.0,
-                "actor/ppo_kl": u.mean(u.old - u.now),
-                "actor/grad_norm": u.grad_norm,
-            }
-            | (
-                {"actor/kl_loss": u.mean(u.k3), "actor/kl_coef": u.beta}
-                if u.beta
-                else {}
-            )
-            for u in updates
-        ]
+        actor = [_actor(u) for u in updates]
         row = {
             "training/global_step": float(number),
             "actor/entropy": b.mean(b.entropy),

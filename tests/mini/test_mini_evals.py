@@ -20,40 +20,48 @@ def exact_avg(problems, top_p=0.7):
     problems = task.problems("test", problems, 0)
     right = 0.0
     for at, prompt in enumerate(task.prompts(problems).tolist()):
+        # responses that may go on, and those that are over, with their probabilities
         begun, ended = {(): 1.0}, {}
         while begun:
-            p = (
-                policy(input_ids=torch.tensor([[*prompt, *said] for said in begun]))
-                .logits[:, -1]
-                .softmax(-1)
-            )
-            p = nucleus(p, top_p).double()
-            odds = zip(begun.items(), p / p.sum(-1, keepdim=True), strict=True)
-            grown = {
-                (*said, t): w * row[t].item()
-                for (said, w), row in odds
-                for t in row.nonzero()[:, 0].tolist()
-            }
-
-            def is_over(said):
-                return said[-1] == tasks.EOS or len(said) == task.response_length
-
-            ended |= {said: w for said, w in grown.items() if is_over(said)}
-            begun = {said: w for said, w in grown.items() if not is_over(said)}
+            grown = one_token_more(policy, prompt, begun, top_p)
+            begun = {}
+            for said, w in grown.items():
+                is_over = said[-1] == tasks.EOS or len(said) == task.response_length
+                if is_over:
+                    ended[said] = w
+                else:
+                    begun[said] = w
         assert sum(ended.values()) == pytest.approx(1)
-        tokens = torch.tensor(
-            [
-                [*said, *[tasks.PAD] * (task.response_length - len(said))]
-                for said in ended
-            ]
-        )
-        verdicts = task.verify(
-            problems[at : at + 1].repeat_interleave(len(tokens), 0), tokens
-        ).reward.tolist()
-        right += sum(
-            w for w, verdict in zip(ended.values(), verdicts, strict=True) if verdict
-        )
+        padded = []
+        for said in ended:
+            padding = [tasks.PAD] * (task.response_length - len(said))
+            padded.append([*said, *padding])
+        tokens = torch.tensor(padded)
+        same_problem = problems[at : at + 1].repeat_interleave(len(tokens), 0)
+        verdicts = task.verify(same_problem, tokens).reward.tolist()
+        of_responses = zip(ended.values(), verdicts, strict=True)
+        right += sum(w for w, verdict in of_responses if verdict)
     return right / len(problems)
+
+
+def one_token_more(policy, prompt, begun, top_p):
+    """Return the responses with each next token of the nucleus, and their
+    probabilities.
+
+    Args:
+        policy: the model.
+        prompt: token ids.
+        begun: token ids of a response so far -> its probability; all of one length.
+        top_p: of the nucleus.
+    """
+    ids = torch.tensor([[*prompt, *said] for said in begun])
+    p = nucleus(policy(input_ids=ids).logits[:, -1].softmax(-1), top_p).double()
+    p = p / p.sum(-1, keepdim=True)
+    grown = {}
+    for (said, w), row in zip(begun.items(), p, strict=True):
+        for token in row.nonzero()[:, 0].tolist():
+            grown[(*said, token)] = w * row[token].item()
+    return grown
 
 
 def scores(problems, k, seed=0):

@@ -241,33 +241,30 @@ def test_intervals_at_fixed_decodings_by_independent_code(played):
     """The interval at both looks by scipy, over paired differences of the two bases'
     mean.
     """
-    by = {
-        (arm_of(s), s.base, s.seed): r
-        for r in played["more"].values()
-        if (s := Settings(**r["settings"])).seed in P.main["seeds"]
-        and s.staleness == 16
-    }
+    by = {}
+    for r in played["more"].values():
+        s = Settings(**r["settings"])
+        if s.seed in P.main["seeds"] and s.staleness == 16:
+            by[arm_of(s), s.base, s.seed] = r
     fixed = family_of(P, played["more"], "fixed")
     assert len(fixed) == 24
     for e in fixed:
         name, decoding, other = e.question.metric, e.question.decoding, e.question.other
 
-        def end(arm, b, k):
-            return (
-                100 * by[arm, b, k]["evals"][f"test/{decoding}"][name][-1]  # noqa: B023
-            )
+        def end(arm, base, seed):
+            """Return the metric at the end of a run, in percent."""
+            evals = by[arm, base, seed]["evals"]
+            return 100 * evals[f"test/{decoding}"][name][-1]  # noqa: B023
 
-        x = [
-            np.mean(
-                [end("up_dapo", b, k) - end(other, b, k) for b in ("walk", "biased")]
-            )
-            for k in range(5100, 5117)
-        ]
-        a = stats.ttest_1samp(x[:8], 0).confidence_interval(1 - 0.01 / 24)
-        b = stats.ttest_1samp(x, 0).confidence_interval(1 - 0.04 / 24)
-        assert (e.mean, e.low, e.high) == pytest.approx(
-            (np.mean(x), max(a.low, b.low), min(a.high, b.high))
-        )
+        x = []
+        for seed in range(5100, 5117):
+            walk = end("up_dapo", "walk", seed) - end(other, "walk", seed)
+            biased = end("up_dapo", "biased", seed) - end(other, "biased", seed)
+            x.append(np.mean([walk, biased]))
+        first = stats.ttest_1samp(x[:8], 0).confidence_interval(1 - 0.01 / 24)
+        second = stats.ttest_1samp(x, 0).confidence_interval(1 - 0.04 / 24)
+        low, high = max(first.low, second.low), min(first.high, second.high)
+        assert (e.mean, e.low, e.high) == pytest.approx((np.mean(x), low, high))
 
 
 def test_nothing_is_said_before_the_first_look(tmp_path):
@@ -467,10 +464,10 @@ def test_words_and_intervals_by_independent_code(which):
     for r in known.values():
         s = r["settings"]
         if s["steps"] == 400:
-            by[
-                s["objective"], s["base"], s["staleness"], s["seed"], s["old_log_probs"]
-            ] = r
+            old = s["old_log_probs"]
+            by[s["objective"], s["base"], s["staleness"], s["seed"], old] = r
     assert all(r["status"] == "done" for r in by.values())
+    # comparisons in each family: each has its share of the error
     sizes = {
         "dapo": 6,
         "neighbours": 12,
@@ -489,35 +486,39 @@ def test_words_and_intervals_by_independent_code(which):
         name, other, group = e.question.name, e.question.other, e.question.group
         staleness = 16 if old == "recomputed" else int(group.removeprefix("s") or -1)
 
-        def minus(k, s):
-            return np.mean([
-                end(by["up_dapo", b, s, k, old], name) - end(by[other, b, s, k, old], name)  # noqa: B023
-                for b in ("walk", "biased")
-            ])  # fmt: skip
+        def minus(seed, level):
+            """Return UP's end minus the other's, averaged over the two bases."""
+            differences = []
+            for base in ("walk", "biased"):
+                at = (base, level, seed, old)  # noqa: B023
+                of_up, of_other = by["up_dapo", *at], by[other, *at]  # noqa: B023
+                differences.append(end(of_up, name) - end(of_other, name))  # noqa: B023
+            return np.mean(differences)
 
         x = []
-        for k in range(3100, 3117):
-            x.append(
-                16 * np.polyfit(levels, [minus(k, s) for s in levels], 1)[0]
-                if staleness < 0
-                else minus(k, staleness)
-            )
+        for seed in range(3100, 3117):
+            if staleness < 0:  # the slope, over 16 levels
+                by_level = [minus(seed, level) for level in levels]
+                x.append(16 * np.polyfit(levels, by_level, 1)[0])
+            else:
+                x.append(minus(seed, staleness))
         m = sizes[family]
         if np.ptp(x) == 0:
             assert (e.mean, e.low, e.high) == pytest.approx((x[0], x[0], x[0]))
             continue
-        a = stats.ttest_1samp(x[:8], 0).confidence_interval(1 - 0.01 / m)
-        b = stats.ttest_1samp(x, 0).confidence_interval(1 - 0.04 / m)
-        low, high = max(a.low, b.low), min(a.high, b.high)
+        # a look at 8 seeds and one at all 17; what both leave
+        first = stats.ttest_1samp(x[:8], 0).confidence_interval(1 - 0.01 / m)
+        second = stats.ttest_1samp(x, 0).confidence_interval(1 - 0.04 / m)
+        low, high = max(first.low, second.low), min(first.high, second.high)
         if low >= high or np.isnan(low):
-            low, high = b.low, b.high
+            low, high = second.low, second.high
         assert (e.mean, e.low, e.high) == pytest.approx((np.mean(x), low, high))
-        sure = "gains" if e.low > 0 else "loses" if e.high < 0 else ""
-        assert (
-            e.word.startswith(sure)
-            if sure
-            else e.word in ("no difference", "undecided")
-        )
+        if e.low > 0:
+            assert e.word.startswith("gains")
+        elif e.high < 0:
+            assert e.word.startswith("loses")
+        else:
+            assert e.word in ("no difference", "undecided")
         if which == "gains" and staleness == 16 and family in ("dapo", "neighbours"):
             assert e.word == "gains"
 
@@ -527,26 +528,20 @@ def test_more_seeds_where_the_spread_asks_for_them():
     *_, known = play_stale()
     for r in known.values():
         if r["settings"]["steps"] == 400:
-            noise = float(
-                torch.randn(
-                    1,
-                    generator=tasks.generator(
-                        "wide", *map(str, r["settings"].values())
-                    ),
-                )
-            )
+            settings = map(str, r["settings"].values())
+            generator = tasks.generator("wide", *settings)
+            noise = float(torch.randn(1, generator=generator))
             r["evals"][questions.WHERE]["avg"][-1] += 0.03 * noise
     assert STALE.seeds_due(known) == 24
 
 
 def test_power_is_how_often_it_is_found():
     rng = np.random.default_rng(0)
-    found = np.mean(
-        [
-            effects.interval(rng.normal(1.5, 1.6, 17), 0.04 / 18)[0] > 0
-            for _ in range(2000)
-        ]
-    )
+    above_0 = []
+    for _ in range(2000):
+        low = effects.interval(rng.normal(1.5, 1.6, 17), 0.04 / 18)[0]
+        above_0.append(low > 0)
+    found = np.mean(above_0)
     assert effects.power(1.5, 1.6, 17, 0.04 / 18) == pytest.approx(found, abs=0.04)
 
 

@@ -206,55 +206,46 @@ def test_the_numbers_of_readme(runs):
     def difference(one, other, s, m, **k):
         return per_seed(runs, one, s, m, **k) - per_seed(runs, other, s, m, **k)
 
-    gain = {
-        s: simultaneous(difference("up_dapo", "dapo", s, "best"), 6) for s in (0, 4, 16)
-    }
+    gain = {}
+    for staleness in (0, 4, 16):
+        best = difference("up_dapo", "dapo", staleness, "best")
+        gain[staleness] = simultaneous(best, 6)
     average = simultaneous(difference("up_dapo", "dapo", 16, "avg"), 6)
     anchor = simultaneous(difference("up_dapo", "dapo_no_upper_clip", 16, "best"), 12)
     again = simultaneous(difference("up_dapo", "dapo", 16, "best", old="recomputed"), 2)
-    sampled = {
-        m: difference("up_dapo", "dapo", 16, m, where="test/t_1")
-        for m in ("best", "avg", "maj")
-    }
+    sampled = {}
+    for m in ("best", "avg", "maj"):
+        sampled[m] = difference("up_dapo", "dapo", 16, m, where="test/t_1")
     below = f"{np.sum(sampled['avg'] < -1e-9)} of 17 seeds below 0"
     majority = plain(difference("up_dapo", "dapo", 16, "maj"))
-    points = {
-        (base, arm, at): 100
-        * np.mean(
-            [
-                runs[arm, 16, "sampler", base, k]["evals"]["test/top_p_0.7"]["best"][at]
-                for k in SEEDS
-            ]
-        )
-        for base in BASES
-        for arm in ("dapo", "up_dapo")
-        for at in (0, -1)
-    }
-    ends = {place: f"{value:.0f}" for place, value in points.items()}
+
+    def best_at(base, arm, at):
+        """Return the mean Best@32 of an arm at its first or last evaluation, in percent
+        without decimals.
+        """
+        of_seeds = []
+        for k in SEEDS:
+            evals = runs[arm, 16, "sampler", base, k]["evals"]
+            of_seeds.append(evals["test/top_p_0.7"]["best"][at])
+        return f"{100 * np.mean(of_seeds):.0f}"
+
+    ends = {}
+    for base in BASES:
+        for arm in ("dapo", "up_dapo"):
+            for at in (0, -1):
+                ends[base, arm, at] = best_at(base, arm, at)
     walk, biased = BASES
-    stale = plain(
-        per_seed(runs, "up_dapo", 16, "avg") - per_seed(runs, "dapo", 0, "avg")
-    )
-    lost = [
-        per_seed(runs, a, 16, "avg", old="recomputed") - per_seed(runs, a, 16, "avg")
-        for a in ("dapo", "up_dapo")
-    ]
-    others = [
-        per_seed(runs, arm, 16, "best", old="recomputed").mean()
-        for arm in ("dapo", "up_dapo")
-    ]
-    section = (
-        (ROOT / "README.md")
-        .read_text(encoding="utf-8")
-        .partition("## Does UP help?")[2]
-        .partition("\n## ")[0]
-    )
-    table = (
-        (ROOT / "docs/findings.md")
-        .read_text(encoding="utf-8")
-        .partition("## The answer today")[2]
-    )
-    section += table.partition("\n## ")[0]
+    of_stale, of_fresh = ("up_dapo", 16, "avg"), ("dapo", 0, "avg")
+    stale = plain(per_seed(runs, *of_stale) - per_seed(runs, *of_fresh))
+    lost, others = [], []
+    for arm in ("dapo", "up_dapo"):
+        recomputed = per_seed(runs, arm, 16, "avg", old="recomputed")
+        lost.append(recomputed - per_seed(runs, arm, 16, "avg"))
+        others.append(per_seed(runs, arm, 16, "best", old="recomputed").mean())
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    findings = (ROOT / "docs/findings.md").read_text(encoding="utf-8")
+    section = readme.partition("## Does UP help?")[2].partition("\n## ")[0]
+    section += findings.partition("## The answer today")[2].partition("\n## ")[0]
     for said in (
         f"right at least once in 32 | {gain[16]} | {plain(sampled['best'])} |",
         f"right on average | {average} | {plain(sampled['avg'])}; {below} |",
@@ -295,30 +286,20 @@ def test_each_base_apart(runs):
         return 100 * np.array(found)
 
     printed_rows = rows("Each base apart")
-    changes = [
-        [
-            base,
-            name,
-            str(s),
-            f"{of_base(base, arm, s, 0).mean():.1f}",
-            f"{of_base(base, arm, s).mean():.1f}",
-            plain(of_base(base, arm, s) - of_base(base, arm, s, 0)),
-        ]
-        for base in BASES
-        for s in (0, 4, 16)
-        for arm, name in (("dapo", "DAPO"), ("up_dapo", "UP-DAPO"))
-    ]
+    changes = []
+    for base in BASES:
+        for s in (0, 4, 16):
+            for arm, name in (("dapo", "DAPO"), ("up_dapo", "UP-DAPO")):
+                first, last = of_base(base, arm, s, 0), of_base(base, arm, s)
+                means = [f"{first.mean():.1f}", f"{last.mean():.1f}"]
+                changes.append([base, name, str(s), *means, plain(last - first)])
     assert printed_rows[: len(changes)] == changes
-    effects = [
-        [
-            str(s),
-            *(
-                plain(of_base(base, "up_dapo", s) - of_base(base, "dapo", s))
-                for base in BASES
-            ),
-        ]
-        for s in (0, 4, 16)
-    ]
+    effects = []
+    for s in (0, 4, 16):
+        row = [str(s)]
+        for base in BASES:
+            row.append(plain(of_base(base, "up_dapo", s) - of_base(base, "dapo", s)))
+        effects.append(row)
     assert printed_rows[-len(effects) :] == effects
 
 
@@ -327,48 +308,38 @@ def test_both_measures_in_one_number(runs):
     independent code.
     """
     top, t_1 = "test/top_p_0.7", "test/t_1"
-    moved = [
-        np.mean(
-            per_seed(runs, "dapo", 16, m, where=t_1)
-            - per_seed(runs, "dapo", 16, m, where=top)
-        )
-        for m in ("best", "avg")
-    ]
-    rate = -moved[0] / moved[1]
+    moved = {}
+    for m in ("best", "avg"):
+        at_t_1 = per_seed(runs, "dapo", 16, m, where=t_1)
+        at_top = per_seed(runs, "dapo", 16, m, where=top)
+        moved[m] = np.mean(at_t_1 - at_top)
+    rate = -moved["best"] / moved["avg"]
 
     def difference(s, m, where):
-        return per_seed(runs, "up_dapo", s, m, where=where) - per_seed(
-            runs, "dapo", s, m, where=where
-        )
+        """Return UP-DAPO's metric minus DAPO's, for each seed."""
+        of_up = per_seed(runs, "up_dapo", s, m, where=where)
+        return of_up - per_seed(runs, "dapo", s, m, where=where)
 
-    expected = [
-        [
-            str(s),
-            *(
-                plain(difference(s, "best", where) + rate * difference(s, "avg", where))
-                for where in (top, t_1)
-            ),
-        ]
-        for s in (0, 4, 16)
-    ]
+    expected = []
+    for s in (0, 4, 16):
+        row = [str(s)]
+        for where in (top, t_1):
+            best, avg = difference(s, "best", where), difference(s, "avg", where)
+            row.append(plain(best + rate * avg))
+        expected.append(row)
     assert rows("Both measures in one number") == expected
 
 
 def test_how_each_effect_stands_is_what_the_report_says():
     """For the ledger of claims: the words of report.md, in the common vocabulary."""
-    report = (
-        (RESULTS / "report.md").read_text(encoding="utf-8").partition("### Survival")[0]
-    )
-    cells = [
-        line.strip("| ").split(" | ")
-        for line in report.splitlines()
-        if re.match(r"\| (Avg|Best|entropy)", line)
-    ]
-    told = {
-        f"{c[0].partition('@')[0].lower()}_{c[1]}_{c[2]}": (c[4], c[6])
-        for c in cells
-        if c[1] != "cispo"
-    }
+    report = (RESULTS / "report.md").read_text(encoding="utf-8")
+    told = {}  # claim -> (the interval that is shown, the word)
+    for line in report.partition("### Survival")[0].splitlines():
+        if re.match(r"\| (Avg|Best|entropy)", line):
+            metric, other, group, _, shown, _, word, *_ = line.strip("| ").split(" | ")
+            if other != "cispo":
+                name = metric.partition("@")[0].lower()
+                told[f"{name}_{other}_{group}"] = (shown, word)
     meant = {
         "gains": "reproduced",
         "higher": "reproduced",
@@ -376,20 +347,18 @@ def test_how_each_effect_stands_is_what_the_report_says():
         "not decided": "undecided",
     }
     found = standing.of_plan(plan.load("stale"))
-    assert len(found) == 18 and {key.removeprefix("stale/") for key in found} == set(
-        told
-    )
+    assert len(found) == 18
+    assert {key.removeprefix("stale/") for key in found} == set(told)
     for key, s in found.items():
         shown, word = told[key.removeprefix("stale/")]
         assert s["shown"].startswith(f"{shown}: ") and s["verdict"] == meant[word], key
-        assert s["limit"] == (
-            f"excluded above {shown.partition(', ')[2].partition(']')[0]}"
-            if word == "no difference"
-            else ""
-        )
-        assert (s["seeds"], s["of"]) == (17, 17) and (
-            s["verdict"] != "undecided" or s["needed"] > 17
-        )
+        limit = ""
+        if word == "no difference":
+            high = shown.partition(", ")[2].partition("]")[0]
+            limit = f"excluded above {high}"
+        assert s["limit"] == limit
+        assert (s["seeds"], s["of"]) == (17, 17)
+        assert s["verdict"] != "undecided" or s["needed"] > 17
 
 
 def test_the_answer_stays_short():

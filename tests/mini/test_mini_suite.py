@@ -218,6 +218,10 @@ def test_interrupted_it_goes_on_and_one_suite_runs_at_a_time(
     """
     code = "import sys; from pathlib import Path; from test_mini_suite import child; sys.exit(child(Path(sys.argv[1])))"
 
+    def written_steps():
+        """Count the steps that all runs have written so far."""
+        return sum(f.read_text().count("\n") for f in tmp_path.glob("*/steps.jsonl"))
+
     def start():
         """Start a suite in a process of its own, and return it after five more steps
         are written.
@@ -227,10 +231,7 @@ def test_interrupted_it_goes_on_and_one_suite_runs_at_a_time(
             [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=env
         )
         deadline = time.monotonic() + HANGING
-        while (
-            sum(f.read_text().count("\n") for f in tmp_path.glob("*/steps.jsonl"))
-            < before + 5
-        ):
+        while written_steps() < before + 5:
             assert time.monotonic() < deadline and p.poll() is None
             time.sleep(0.02)
         return p
@@ -245,7 +246,7 @@ def test_interrupted_it_goes_on_and_one_suite_runs_at_a_time(
     p.send_signal(signal.SIGTERM)
     assert p.wait(HANGING) == 143
     assert not any(records.status(tmp_path / n) for n in QUEUE)
-    before = sum(f.read_text().count("\n") for f in tmp_path.glob("*/steps.jsonl"))
+    before = written_steps()
     p = start()
     p.kill()
     p.wait()

@@ -60,13 +60,13 @@ def test_without_a_lag(without_lag):
     """Each row of the table follows from the runs; Avg@32 shows no gain, and Best@32
     one from 16 updates on.
     """
-    part = PAGE.partition("<!-- docs.without_lag.text -->")[2].partition(
-        "<!-- end -->"
-    )[0]
-    rows = [
-        [c.strip() for c in line.strip("|").split("|")] for line in part.split("\n")
-    ]
-    rows = [row for row in rows if row[0].isdigit()]
+    part = PAGE.partition("<!-- docs.without_lag.text -->")[2]
+    part = part.partition("<!-- end -->")[0]
+    rows = []
+    for line in part.split("\n"):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0].isdigit():
+            rows.append(cells)
     assert [row[0] for row in rows] == ["4", "8", "16", "16", "32"]
     for updates, rate, best, avg, seeds in rows:
         runs = without_lag[int(updates), float(rate)]
@@ -107,13 +107,13 @@ def on_stale_data():
     """Return the runs of the experiment proper, 16 rollouts stale, with the sampler's
     lp_old.
     """
-    return [
-        run
-        for run in records("stale")
-        if run["settings"]["seed"] in OF_STALE
-        and (run["settings"]["staleness"], run["settings"]["old_log_probs"])
-        == (16, "sampler")
-    ]
+    runs = []
+    for run in records("stale"):
+        s = run["settings"]
+        is_stale = s["staleness"] == 16 and s["old_log_probs"] == "sampler"
+        if is_stale and s["seed"] in OF_STALE:
+            runs.append(run)
+    return runs
 
 
 def test_the_share_of_the_clip_is_about_half_or_more():
@@ -126,12 +126,12 @@ def test_the_share_of_the_clip_is_about_half_or_more():
         found[s["objective"], s["base"]][s["seed"]] = at_end(run, "best")
     seeds = sorted(found["dapo", "walk"])
     assert len(seeds) == 17
-    best = {
-        arm: np.mean([[found[arm, b][k] for k in seeds] for b in ("walk", "biased")], 0)
-        for arm in ("up_dapo", "dapo", "dapo_no_upper_clip")
-    }
     drawn = np.random.default_rng(0).integers(17, size=(10_000, 17))
-    means = {arm: values[drawn].mean(1) for arm, values in best.items()}
+    means = {}  # of each arm, one for each bootstrap draw of the seeds
+    for arm in ("up_dapo", "dapo", "dapo_no_upper_clip"):
+        of_bases = [[found[arm, base][k] for k in seeds] for base in ("walk", "biased")]
+        best = np.mean(of_bases, 0)
+        means[arm] = best[drawn].mean(1)
     beyond = means["up_dapo"] - means["dapo_no_upper_clip"]
     share = 1 - beyond / (means["up_dapo"] - means["dapo"])
     low, high = np.percentile(share, [2.5, 97.5])
@@ -142,15 +142,18 @@ def test_the_share_of_the_clip_is_about_half_or_more():
 
 def of_controls(arm):
     """Return the runs of an objective 16 rollouts stale in the experiment proper."""
-    return [
-        run
-        for run in records("controls")
-        if run["settings"]["objective"] == arm
-        and run["settings"]["staleness"] == 16
-        and run["settings"]["task"] == "countdown"
-        and run["settings"]["seed"] in OF_CONTROLS
-        and run["settings"]["hp"].get("eps_high") is None
-    ]
+    runs = []
+    for run in records("controls"):
+        s = run["settings"]
+        if (
+            s["objective"] == arm
+            and s["staleness"] == 16
+            and s["task"] == "countdown"
+            and s["seed"] in OF_CONTROLS
+            and s["hp"].get("eps_high") is None
+        ):
+            runs.append(run)
+    return runs
 
 
 def test_no_run_without_the_clip_explodes():
@@ -171,11 +174,8 @@ def test_no_run_without_the_clip_explodes():
 
 def test_both_numbers_of_the_clip_with_their_rates():
     """At half of UP's rate, registered; at UP's rate from the records on stale data."""
-    rates = {
-        arm: {r["settings"]["lr"] for r in of_controls(arm)}
-        for arm in ("up_dapo", "dapo_no_upper_clip")
-    }
-    assert rates == {"up_dapo": {1e-4}, "dapo_no_upper_clip": {5.5e-5}}
+    for arm, rate in (("up_dapo", 1e-4), ("dapo_no_upper_clip", 5.5e-5)):
+        assert {r["settings"]["lr"] for r in of_controls(arm)} == {rate}
     ends = defaultdict(dict)
     for run in on_stale_data():
         s = run["settings"]
@@ -183,25 +183,20 @@ def test_both_numbers_of_the_clip_with_their_rates():
         pair = [at_end(run, metric, T_1) for metric in ("best", "avg")]
         ends[s["objective"], s["seed"]][s["base"]] = pair
     seeds = sorted(k for arm, k in ends if arm == "up_dapo")
-    apart = np.array(
-        [
-            np.mean([*ends["up_dapo", k].values()], 0)
-            - np.mean([*ends["dapo_no_upper_clip", k].values()], 0)
-            for k in seeds
-        ]
-    )
-    curve = np.mean(
-        [
-            [
-                [at_end(r, metric, d) for metric in ("best", "avg")]
-                for d in ("test/top_p_0.9", T_1)
-            ]
-            for r in of_controls("up_dapo")
-        ],
-        0,
-    )
-    slope = -(curve[1, 0] - curve[0, 0]) / (curve[1, 1] - curve[0, 1])
-    effects = [apart[:, 0] + x * apart[:, 1] / 2 for x in (3.4, slope)]
+    differences = []
+    for k in seeds:
+        of_up = np.mean([*ends["up_dapo", k].values()], 0)
+        without_clip = np.mean([*ends["dapo_no_upper_clip", k].values()], 0)
+        differences.append(of_up - without_clip)
+    best, avg = np.array(differences).T
+    curves = []  # of each run: at two decodings, Best@32 and Avg@32
+    for run in of_controls("up_dapo"):
+        decodings = ("test/top_p_0.9", T_1)
+        curves.append([[at_end(run, m, d) for m in ("best", "avg")] for d in decodings])
+    (best_09, avg_09), (best_1, avg_1) = np.mean(curves, 0)
+    # how much Best@32 is lost for a point of Avg@32 from one decoding to the other
+    slope = -(best_1 - best_09) / (avg_1 - avg_09)
+    effects = [best + x * avg / 2 for x in (3.4, slope)]
     assert f"{shown(effects[0])} to {shown(effects[1])} at equal Avg@32" in PAGE
     least, most = (np.mean(e) for e in effects)
     assert f"and at one rate {least:+.0f} to {most:+.0f} (unregistered)" in ANSWER

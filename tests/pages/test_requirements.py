@@ -80,33 +80,36 @@ def unmet(name, requirements):
     packages were looked at.
     """
     below, excludes = TOGETHER[name]
-    there = {
-        canonicalize_name(pin.name): pin
-        for listed in (*below, name)
-        for pin in pins(listed)
-    }
-    left_out = {
-        canonicalize_name(pin.name) for listed in excludes for pin in pins(listed)
-    }
+    versions = {}  # by package: what is pinned
+    for listed in (*below, name):
+        for pin in pins(listed):
+            version = str(pin.specifier).removeprefix("==")
+            versions[canonicalize_name(pin.name)] = version
+    left_out = set()
+    for listed in excludes:
+        left_out |= {canonicalize_name(pin.name) for pin in pins(listed)}
     looked, missing = 0, []
     for pin in pins(name):
         texts = requirements(pin)
-        looked += texts is not None
-        for need in map(Requirement, texts or ()):
-            asked = not need.marker or any(
-                need.marker.evaluate({"extra": extra}) for extra in ("", *pin.extras)
-            )
-            other = canonicalize_name(need.name)
-            if not asked or other in left_out:
+        if texts is None:
+            continue
+        looked += 1
+        for need in map(Requirement, texts):
+            needed = canonicalize_name(need.name)
+            if not is_needed(need, pin.extras) or needed in left_out:
                 continue
-            version = (
-                str(there[other].specifier).removeprefix("==") if other in there else ""
-            )
+            version = versions.get(needed, "")
             if not version or version not in need.specifier:
-                missing.append(
-                    f"{pin.name} needs {need}, and pinned is {version or 'none'}"
-                )
+                pinned = version or "none"
+                missing.append(f"{pin.name} needs {need}, and pinned is {pinned}")
     return missing, looked
+
+
+def is_needed(need, extras):
+    """Return whether a requirement holds here, with one of the extras or without."""
+    if not need.marker:
+        return True
+    return any(need.marker.evaluate({"extra": extra}) for extra in ("", *extras))
 
 
 def as_installed(pin):

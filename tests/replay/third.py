@@ -27,7 +27,6 @@ from upref.replay.advantages import advantages
 from upref.replay.batch import make_batch
 from upref.replay.findings import Checked, ReplayFinding
 from upref.replay.gap import gap
-from upref.replay.schema import RecordedBatch
 
 END = 1  # id of the end token
 HIDDEN = 24  # numbers in the state of a policy
@@ -1025,17 +1024,14 @@ def cell(name: str, place: Place) -> Cell:
     make = (FAULTS | dict(HEALTHY))[name]
     made = make(place)
     if name in HEALTHY:
-        batch = make_batch(finish(place, made), file=name)
-        both = (gap(batch), advantages(batch))
-        failures = [f for found in both for f in found.failures]
-        ok = not failures
-        return Cell(name, place.seed, tuple(failures), False, ok, not ok, not ok)
+        return healthy_cell(name, place, made)
     truth = TRUTHS[name]
-    check: Callable[[RecordedBatch], Checked] = (
-        advantages if truth.of_advantages else gap
-    )
-    whole = replace(place, missing=0.0) if truth.of_advantages else place
-    found = check(make_batch(finish(whole, made), file=name))
+    found: Checked
+    if truth.of_advantages:
+        whole = replace(place, missing=0.0)
+        found = advantages(make_batch(finish(whole, made), file=name))
+    else:
+        found = gap(make_batch(finish(place, made), file=name))
     findings = found.findings
 
     def holds(f: ReplayFinding) -> bool:
@@ -1045,25 +1041,38 @@ def cell(name: str, place: Place) -> Cell:
         """Return whether a finding is true of what was planted, or of how the place
         computes.
         """
-        both = place.engine_bfloat16 or place.trainer_bfloat16 or place.experts
-        beside = both and f.severity == "note" and any(w in str(f) for w in POLICIES)
         if f.severity == "failure" and truth.fails is False:
             return False
-        return holds(f) or beside or f.cause == "bfloat16_column"
+        # an engine and a trainer that compute otherwise are two policies
+        two = place.engine_bfloat16 or place.trainer_bfloat16 or place.experts
+        if two and f.severity == "note" and any(w in str(f) for w in POLICIES):
+            return True
+        return holds(f) or f.cause == "bfloat16_column"
 
     wrong = [f for f in findings if not true(f)]
     named = any(holds(f) for f in findings)
     right = named and not wrong and truth.fails in (None, not found)
     alarm = any(f.severity == "failure" for f in wrong)
-    return Cell(
-        name,
-        place.seed,
-        findings,
-        not truth.of_advantages and not effect(place, made),
-        right,
-        bool(wrong),
-        alarm,
-    )
+    is_weak = not truth.of_advantages and not effect(place, made)
+    return Cell(name, place.seed, findings, is_weak, right, bool(wrong), alarm)
+
+
+def healthy_cell(name: str, place: Place, made: Columns) -> Cell:
+    """Grade what replay says of a healthy dump: right without a failure."""
+    batch = make_batch(finish(place, made), file=name)
+    failures = (*gap(batch).failures, *advantages(batch).failures)
+    ok = not failures
+    return Cell(name, place.seed, failures, False, ok, not ok, not ok)
+
+
+def named_instead(c: Cell) -> str:
+    """Return the causes of a cell that is not right, in words: "nothing" where there is
+    none.
+    """
+    causes = "+".join(f.cause for f in c.findings)
+    if c.false:
+        causes += " (false)"
+    return causes or "nothing"
 
 
 def report(cells: list[Cell], verbose: bool) -> str:
@@ -1073,20 +1082,15 @@ def report(cells: list[Cell], verbose: bool) -> str:
         row = [c for c in cells if c.fault == name and not c.weak]
         if not row:
             continue
-        other = Counter(
-            "+".join(f.cause for f in c.findings) + " (false)" * c.false or "nothing"
-            for c in row
-            if not c.right
-        )
-        told = "; ".join(f"{k} x{n}" for k, n in other.items())
-        lines.append(f"{name:24} {sum(c.right for c in row):>3}/{len(row):<3} {told}")
+        not_right = [c for c in row if not c.right]
+        told = Counter(named_instead(c) for c in not_right)
+        words = "; ".join(f"{named} x{n}" for named, n in told.items())
+        right = len(row) - len(not_right)
+        lines.append(f"{name:24} {right:>3}/{len(row):<3} {words}")
         if verbose:
-            lines += [
-                f"    seed {c.seed}: {f.severity}: {f}"
-                for c in row
-                if not c.right
-                for f in c.findings
-            ]
+            for c in not_right:
+                for f in c.findings:
+                    lines.append(f"    seed {c.seed}: {f.severity}: {f}")
     counted = [c for c in cells if c.fault in FAULTS and not c.weak]
     healthy = [c for c in cells if c.fault in HEALTHY]
     for c in healthy:

@@ -17,11 +17,9 @@ class Model(nn.Module):
 
     def __init__(self, V=64, H=16):
         super().__init__()
-        self.embed, self.qkv, self.head = (
-            nn.Embedding(V, H),
-            nn.Linear(H, 3 * H),
-            nn.Linear(H, V),
-        )
+        self.embed = nn.Embedding(V, H)
+        self.qkv = nn.Linear(H, 3 * H)
+        self.head = nn.Linear(H, V)
 
     def forward(self, ids, of=None):
         """Return logits [B, S, V] of one layer of attention; tokens attend to earlier
@@ -41,17 +39,20 @@ def loss_sum(model, rows):
         """Return of(row) of all rows behind each other, 0 at prompts, without the first
         token.
         """
-        return torch.tensor(
-            [x for r in rows for x in [0.0] * len(r.prompt) + [float(v) for v in of(r)]]
-        )[1:]
+        values = []
+        for row in rows:
+            values += [0.0] * len(row.prompt)
+            values += [float(v) for v in of(row)]
+        return torch.tensor(values)[1:]
 
-    ids = torch.tensor([[t for r in rows for t in r.ids]])
-    of = torch.tensor([[i for i, r in enumerate(rows) for _ in r.ids]])
-    old, A, mask = (
-        flat(lambda r: r.old),
-        flat(lambda r: [r.adv] * len(r.response)),
-        flat(lambda r: r.trains),
-    )
+    tokens, row_of_token = [], []
+    for i, row in enumerate(rows):
+        tokens += row.ids
+        row_of_token += [i] * len(row.ids)
+    ids, of = torch.tensor([tokens]), torch.tensor([row_of_token])
+    old = flat(lambda row: row.old)
+    A = flat(lambda row: [row.adv] * len(row.response))
+    mask = flat(lambda row: row.trains)
     logp = (model(ids, of)[0, :-1] / T).log_softmax(-1)
     r = (logp.gather(-1, ids[0, 1:, None])[:, 0] - old).exp()
     J = torch.minimum(r * A, r.clamp(0.8, 1.28) * A)

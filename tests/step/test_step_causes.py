@@ -229,15 +229,15 @@ def packed(model, rows):
         """Return the numbers of all rows behind each other, 0 at prompts, without the
         first.
         """
-        return torch.tensor(
-            [x for r in rows for x in [0.0] * len(r.prompt) + [float(v) for v in f(r)]]
-        )[1:]
+        numbers = []
+        for row in rows:
+            numbers += [0.0] * len(row.prompt)
+            numbers += [float(v) for v in f(row)]
+        return torch.tensor(numbers)[1:]
 
-    old, A, mask = (
-        flat(lambda r: r.old),
-        flat(lambda r: [r.adv] * len(r.response)),
-        flat(lambda r: r.trains),
-    )
+    old = flat(lambda r: r.old)
+    A = flat(lambda r: [r.adv] * len(r.response))
+    mask = flat(lambda r: r.trains)
     lp = (model(ids)[0, :-1] / T).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     (-(surrogate(lp, old, A) * mask).sum() / mask.sum()).backward()
 

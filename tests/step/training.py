@@ -7,6 +7,7 @@ step, options of check_step). The words are "" where the checker rejects the ste
 names no cause. A row of RIGHT is (name, model, step, options).
 """
 
+import math
 from types import SimpleNamespace as Batch
 
 import torch
@@ -109,27 +110,33 @@ def collate(rows, side="right", pad=0, multiple=1):
 
     side: of the padding. multiple: S is a multiple of it.
     """
-    n = -(-max(len(r.ids) for r in rows) // multiple) * multiple
+    longest = max(len(row.ids) for row in rows)
+    columns = math.ceil(longest / multiple) * multiple
 
     def place(of, fill=0.0):
         """Return of(row) of all rows, padded with `fill`."""
-        out = torch.full((len(rows), n), fill)
-        for i, r in enumerate(rows):
-            x = torch.tensor(of(r))
-            at = n - len(x) if side == "left" else 0
+        out = torch.full((len(rows), columns), fill)
+        for i, row in enumerate(rows):
+            x = torch.tensor(of(row))
+            at = columns - len(x) if side == "left" else 0
             out[i, at : at + len(x)] = x
         return out
 
-    def after(of):
-        return lambda r: [0.0] * len(r.prompt) + [float(x) for x in of(r)]
+    def place_after_prompt(of):
+        """Return of(row) of all rows, with 0 at the prompt and in the padding."""
+        return place(lambda row: [0.0] * len(row.prompt) + [float(x) for x in of(row)])
 
-    of = dict(mask=lambda r: r.trains, old=lambda r: r.old, ref=lambda r: r.ref,
-              resp=lambda r: [1] * len(r.response), adv=lambda r: [r.adv] * len(r.response))  # fmt: skip
-    b = Batch(
-        ids=place(lambda r: r.ids, pad), attn=place(lambda r: [1] * len(r.ids), 0)
+    attn = place(lambda row: [1] * len(row.ids), 0)
+    return Batch(
+        ids=place(lambda row: row.ids, pad),
+        attn=attn,
+        pos=(attn.cumsum(1) - 1).clamp(min=0),
+        mask=place_after_prompt(lambda row: row.trains),
+        old=place_after_prompt(lambda row: row.old),
+        ref=place_after_prompt(lambda row: row.ref),
+        resp=place_after_prompt(lambda row: [1] * len(row.response)),
+        adv=place_after_prompt(lambda row: [row.adv] * len(row.response)),
     )
-    b.pos = (b.attn.cumsum(1) - 1).clamp(min=0)
-    return Batch(**vars(b), **{k: place(after(f)) for k, f in of.items()})
 
 
 def pack(rows):

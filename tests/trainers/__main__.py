@@ -89,6 +89,11 @@ def merged(new: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [found[key] for key in keys if key in found]
 
 
+def without_seconds(verdict: dict[str, Any]) -> dict[str, Any]:
+    """Return the verdict without its time, which differs from run to run."""
+    return {k: v for k, v in verdict.items() if k != "seconds"}
+
+
 def main(args: list[str]) -> int:
     """Print one line a case and seed; 1 where a verdict is not the expected one."""
     parser = argparse.ArgumentParser(prog="python -m tests.trainers")
@@ -104,16 +109,18 @@ def main(args: list[str]) -> int:
     for one in CASES:
         name = one.repository.split("/")[1]
         folder = options.folder / name
-        if (options.names and name not in options.names) or not folder.is_dir():
+        is_named = not options.names or name in options.names
+        if not is_named or not folder.is_dir():
             continue
         verdicts = []
         for seed in options.seeds:
             its = found(one, folder.resolve(), seed)
             verdicts.append(its)
-            right = is_expected(one, its)
-            wrong += not right
+            mark = "      "
+            if not is_expected(one, its):
+                mark = "WRONG "
+                wrong += 1
             said = its.get("refused") or "; ".join(its["causes"]) or "agrees"
-            mark = "      " if right else "WRONG "
             where = f"{name}, {one.variant}, as {one.objective}, seed {seed}"
             print(f"{mark}{where} ({its['seconds']:.1f} s): {said}", flush=True)
         new.append(
@@ -123,9 +130,7 @@ def main(args: list[str]) -> int:
                 "glue": glue_lines(one.glue),
                 "variant": one.variant,
                 "objective": one.objective,
-                "verdicts": [
-                    {k: v for k, v in x.items() if k != "seconds"} for x in verdicts
-                ],
+                "verdicts": [without_seconds(its) for its in verdicts],
             }
         )
     if options.record:
