@@ -164,6 +164,12 @@ def test_every_option_ends_as_recorded(name):
             found[option.key] = [
                 measure(name, adapter, option, value) for value in option.to
             ]
-    assert {key: [one["case"] for one in each] for key, each in found.items()} == {
-        key: [one["case"] for one in each] for key, each in measured.items()
-    }
+
+    def cases_of(results_by_option):
+        """Return the case that notices each value, by option."""
+        found_cases = {}
+        for key, each in results_by_option.items():
+            found_cases[key] = [one["case"] for one in each]
+        return found_cases
+
+    assert cases_of(found) == cases_of(measured)

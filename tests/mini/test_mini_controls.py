@@ -85,13 +85,15 @@ def best_at(points, level):
 
 def points(records):
     """Return Avg@32 and Best@32 of records, in points, [seeds, steps and decodings, 2]."""
-    columns = [[r["evals"][f"test/{d}"] for d in DECODINGS] for r in records]
-    return 100 * np.array(
-        [
-            [[e["avg"][t], e["best"][t]] for e in of_run for t in range(len(e["avg"]))]
-            for of_run in columns
-        ]
-    )
+    shares = []
+    for record in records:
+        of_run = []
+        for decoding in DECODINGS:
+            evals = record["evals"][f"test/{decoding}"]
+            for t in range(len(evals["avg"])):
+                of_run.append([evals["avg"][t], evals["best"][t]])
+        shares.append(of_run)
+    return 100 * np.array(shares)
 
 
 def equal_avg(first, other, decoding):

@@ -105,37 +105,31 @@ def test_where_each_method_ends(runs):
     assert base[3:6] == [f"{start[m]:.1f}" for m in start]
     assert len(found) == 14
     for name, s, old, *ends in found:
-        mean = (
-            per_seed(runs, ARMS[name], int(s), m, w, old).mean()
-            for w in WHERE.values()
-            for m in start
-        )
-        assert ends == [f"{x:.1f}" for x in mean], (name, s, old)
+        expected = []
+        for where in WHERE.values():
+            for m in start:
+                mean = per_seed(runs, ARMS[name], int(s), m, where, old).mean()
+                expected.append(f"{mean:.1f}")
+        assert ends == expected, (name, s, old)
 
 
 def test_against_the_base_and_with_lp_old_recomputed(runs):
     """Three tables of the page: against the base, the decoding, and lp_old recomputed."""
-    for name, s, *effects in rows("Against the base"):
-        ends = [
-            per_seed(runs, ARMS[name], int(s), m)
-            - per_seed(runs, ARMS[name], int(s), m, at=0)
-            for m in ("best", "avg")
-        ]
-        assert effects == [plain(x) for x in ends], (name, s)
-    for name, s, *effects in rows("The decoding against the method"):
+    for name, s, best, avg in rows("Against the base"):
         arm, s = ARMS[name], int(s)
-        moved = [
-            per_seed(runs, arm, s, m, WHERE["T = 1"]) - per_seed(runs, arm, s, m)
-            for m in ("best", "avg")
-        ]
-        assert effects == [plain(x) for x in moved], (name, s)
-    for name, *effects in rows("Where lp_old is recomputed"):
+        for m, effect in (("best", best), ("avg", avg)):
+            end = per_seed(runs, arm, s, m)
+            assert effect == plain(end - per_seed(runs, arm, s, m, at=0)), (name, s)
+    for name, s, best, avg in rows("The decoding against the method"):
+        arm, s = ARMS[name], int(s)
+        for m, effect in (("best", best), ("avg", avg)):
+            at_t_1 = per_seed(runs, arm, s, m, WHERE["T = 1"])
+            assert effect == plain(at_t_1 - per_seed(runs, arm, s, m)), (name, s)
+    for name, best, avg, maj in rows("Where lp_old is recomputed"):
         arm = ARMS[name]
-        lost = [
-            per_seed(runs, arm, 16, m, old="recomputed") - per_seed(runs, arm, 16, m)
-            for m in ("best", "avg", "maj")
-        ]
-        assert effects == [plain(x) for x in lost], name
+        for m, effect in (("best", best), ("avg", avg), ("maj", maj)):
+            recomputed = per_seed(runs, arm, 16, m, old="recomputed")
+            assert effect == plain(recomputed - per_seed(runs, arm, 16, m)), name
 
 
 def test_peaks_in_place_of_ends(runs):

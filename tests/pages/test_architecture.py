@@ -52,21 +52,21 @@ def test_every_file_of_the_library_is_on_the_map():
     files of every framework.
     """
     named = paths()
-    closed = [
-        p
-        for p in named
-        if p.endswith("/") and not any(q != p and q.startswith(p) for q in named)
-    ]
-    each = ("__init__.py", "audit.py", "ledger.toml")
+    folders = [path for path in named if path.endswith("/")]
+    closed = []
+    for folder in folders:
+        if not any(path != folder and path.startswith(folder) for path in named):
+            closed.append(folder)
+    of_framework = ("__init__.py", "audit.py", "ledger.toml")
     for package in ("upref", "upref_frameworks", "upref_course", "paper"):
         for file in (ROOT / package).rglob("*"):
             path = str(file.relative_to(ROOT))
-            if file.is_file() and "__pycache__" not in path:
-                framework = (file.parent / "audit.py").exists() and file.name in each
-                listed = path in named or any(
-                    path.startswith(folder) for folder in closed
-                )
-                assert framework or listed, f"{path} is not on the map"
+            if not file.is_file() or "__pycache__" in path:
+                continue
+            if file.name in of_framework and (file.parent / "audit.py").exists():
+                continue
+            listed = path in named or path.startswith(tuple(closed))
+            assert listed, f"{path} is not on the map"
 
 
 def test_every_folder_of_the_checkout_is_on_the_map():

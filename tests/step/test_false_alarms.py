@@ -92,13 +92,15 @@ def packed(model, rows):
         """Return the numbers of all rows behind each other, x at prompts, without the
         first.
         """
-        return torch.tensor(
-            [v for r in rows for v in [x] * len(r.prompt) + list(f(r))]
-        )[1:]
+        numbers = []
+        for row in rows:
+            numbers += [x] * len(row.prompt)
+            numbers += f(row)
+        return torch.tensor(numbers)[1:]
 
-    J = surrogate(
-        lp, flat(lambda r: r.old, 0.0), flat(lambda r: [r.adv] * len(r.response), 0.0)
-    )
+    old = flat(lambda r: r.old, 0.0)
+    A = flat(lambda r: [r.adv] * len(r.response), 0.0)
+    J = surrogate(lp, old, A)
     mask = flat(lambda r: r.trains, False)
     (-(J * mask).sum() / mask.sum()).backward()
 

@@ -55,25 +55,18 @@ def test_each_number_makes_a_difference_or_is_printed(reference, name):
 
     def error(**hp):
         """Return the relative error of the case's gradient at other numbers."""
-        other = make_goal(
-            o,
-            goal.hp | {k: v for k, v in hp.items() if k != "beta"},
-            T,
-            beta=hp.get("beta", 0.0),
-        )
-        return float(
-            (gradients_by_row(other, case.forward, case.padded).sum(0) - want).norm()
-            / want.norm()
-        )
+        beta = hp.pop("beta", 0.0)
+        other = make_goal(o, goal.hp | hp, T, beta=beta)
+        gradient = gradients_by_row(other, case.forward, case.padded).sum(0)
+        return float((gradient - want).norm() / want.norm())
 
     for number, value in (o.hyperparameters | with_dual_clip).items():
-        others = (
-            (1, 2)
-            if number == "seed"
-            else (0.1, 0.2)
-            if value == 0
-            else (value / 2, value * 2)
-        )
+        if number == "seed":
+            others = (1, 2)
+        elif value == 0:
+            others = (0.1, 0.2)
+        else:
+            others = (value / 2, value * 2)
         seen = all(error(**{number: v}) > FLOAT32_BOUND for v in others)
         assert seen or f"{number} = {value:g}" in printed, (number, printed)
 

@@ -341,10 +341,8 @@ def batches():
         (4, 130),
         (3, 600),
     ]
-    kinds, compositions = (
-        ("hole", "full", "right", "left", "turns"),
-        ("mixed", "zeros", "positive", "far"),
-    )
+    kinds = ("hole", "full", "right", "left", "turns")
+    compositions = ("mixed", "zeros", "positive", "far")
     g = torch.Generator().manual_seed(0)
     for (B, T), kind, composition in itertools.product(sizes, kinds, compositions):
 
@@ -352,24 +350,32 @@ def batches():
             return torch.randn(*shape, generator=g, dtype=torch.float64)
 
         old = (-normal(B, T).abs() * 3 - 0.002) * (1 + 4 * (normal(B, T) > 2))
-        lp = (old + (3.0 if composition == "far" else 0.25) * normal(B, T)).clamp(
-            max=-1e-3
-        )
-        A = {
-            "zeros": normal(B, 1) * (normal(B, 1) > 1),
-            "positive": normal(B, 1).abs(),
-        }.get(composition, 2 * normal(B, 1))
+        spread = 3.0 if composition == "far" else 0.25
+        lp = (old + spread * normal(B, T)).clamp(max=-1e-3)
+        # all are drawn: the next numbers depend on how many were
+        mostly_zero = normal(B, 1) * (normal(B, 1) > 1)
+        positive = normal(B, 1).abs()
+        A = 2 * normal(B, 1)
+        if composition == "zeros":
+            A = mostly_zero
+        if composition == "positive":
+            A = positive
         if composition == "mixed":
             A[0], A[-1] = 37.0, -5e-4
-        m = masks(kind, B, T, g)
-        group = (
-            torch.arange(B) * 2 // 5 * 8 % 104
-            if B % 5 == 0
-            else torch.zeros(B, dtype=torch.long)
+        mask = masks(kind, B, T, g)
+        group = torch.zeros(B, dtype=torch.long)
+        if B % 5 == 0:
+            group = torch.arange(B) * 2 // 5 * 8 % 104
+        yield Rollouts(
+            lp,
+            old,
+            A.expand(B, T).clone(),
+            mask & mask.any(1, keepdim=True),
+            group if B > 1 else None,
+            logp_ref=(lp + 0.3 * normal(B, T)).clamp(max=-1e-3),
+            entropy=normal(B, T).abs(),
+            logp_sampler=(old + 0.4 * normal(B, T)).clamp(max=-1e-3),
         )
-        yield Rollouts(lp, old, A.expand(B, T).clone(), m & m.any(1, keepdim=True), group if B > 1 else None,
-                       logp_ref=(lp + 0.3 * normal(B, T)).clamp(max=-1e-3), entropy=normal(B, T).abs(),
-                       logp_sampler=(old + 0.4 * normal(B, T)).clamp(max=-1e-3))  # fmt: skip
 
 
 ARGUMENTS = dict(log_prob="logp", old_log_prob="logp_old", advantages="adv", mask="mask", ref_log_prob="logp_ref",

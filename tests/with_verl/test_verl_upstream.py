@@ -87,22 +87,23 @@ def slurm(tmp_path):
         """
         [asked] = re.findall(r"^#SBATCH --signal=(\S+)$", SLURM.read_text(), re.M)
         where, _, name = asked.rpartition(":")
-        steps = Path(f"{log}.srun")
-        pids = (
-            [job.pid]
-            if where == "B"
-            else [int(x) for x in steps.read_text().split()]
-            if steps.exists()
-            else []
-        )
+        number = getattr(signal, f"SIG{name.partition('@')[0]}")
+        pids = [job.pid] if where == "B" else pids_of(Path(f"{log}.srun"))
         for pid in pids:
-            os.kill(pid, getattr(signal, f"SIG{name.partition('@')[0]}"))
+            os.kill(pid, number)
 
     yield start, called, time_is_nearly_up, programs
     for file in (Path(f"{log}.srun"), Path(f"{log}.python")):
-        for pid in file.read_text().split() if file.exists() else []:
+        for pid in pids_of(file):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
+
+
+def pids_of(file):
+    """Read the process ids that a program of the cluster wrote down, if any."""
+    if not file.exists():
+        return []
+    return [int(pid) for pid in file.read_text().split()]
 
 
 def wait_for(called, word):

@@ -511,7 +511,8 @@ class Kernel(torch.autograd.Function):
         """
         cap = 30.0 if "cap" in bug else None
         y = logits.float() if logits.dtype != torch.float64 else logits
-        x = (cap * (y / cap).tanh() if cap else y) / tau
+        capped = cap * (y / cap).tanh() if cap else y
+        x = capped / tau
         logp = x.log_softmax(-1)
         ent = entropy_of(logp)
         ctx.save_for_backward(logp, tokens, ent, y)
@@ -531,28 +532,14 @@ class Kernel(torch.autograd.Function):
         if bug == "mean":
             g = g.mean().expand_as(g)
         if bug == "strided":
-            n = g.shape[-1]
-            g = (
-                g.as_strided(g.shape, (n, 1)[-g.dim() :])
-                if g.dim() <= 2
-                and g.untyped_storage().nbytes() >= g.numel() * g.element_size()
-                else g * 0 + g.flatten()[0]
-            )
+            g = read_as_contiguous(g)
         if bug == "positive":
             g = g.clamp(min=0)
-        if bug == "no one-hot":
-            dx = -p * g[..., None]
-        else:
-            dx = -p * g[..., None]
+        dx = -p * g[..., None]
+        if bug != "no one-hot":
             dx.scatter_add_(-1, tokens[..., None], g[..., None].to(dx.dtype))
-        h = (
-            gh[..., None]
-            * p
-            * (
-                logp.masked_fill(logp == -math.inf, 0)
-                + (0 if bug == "no H" else ent[..., None])
-            )
-        )
+        H = 0 if bug == "no H" else ent[..., None]
+        h = gh[..., None] * p * (logp.masked_fill(logp == -math.inf, 0) + H)
         if bug == "skips":
             h = h * (g != 0)[..., None]
         if bug == "sign":
@@ -570,11 +557,25 @@ class Kernel(torch.autograd.Function):
         return dx.to(ctx.dtype), None, None, None
 
 
+def read_as_contiguous(g):
+    """Return what a kernel reads that takes g's memory for contiguous rows: for an
+    expanded number, which has too little of it, that number everywhere.
+    """
+    needed = g.numel() * g.element_size()
+    if g.dim() <= 2 and g.untyped_storage().nbytes() >= needed:
+        columns = g.shape[-1]
+        return g.as_strided(g.shape, (columns, 1)[-g.dim() :])
+    return g * 0 + g.flatten()[0]
+
+
 def kernel(name, bug, **options):
+    """Add a case of Kernel with this bug, or a right one: "" and "cap" are no bugs."""
+
     def fn(logits, tokens, temperature):
         return Kernel.apply(logits, tokens, temperature, bug)
 
-    (right if not bug or bug == "cap" else wrong)(name, **options)(fn)
+    add = right if bug in ("", "cap") else wrong
+    add(name, **options)(fn)
 
 
 kernel("a hand-written backward of both outputs", "")
@@ -614,28 +615,30 @@ class Tiles(torch.autograd.Function):
         n, v = len(ids), len(weight)
         m = torch.full((n,), 0.0 if bug == "max 0" else -math.inf, dtype=wide)
         s, t, y = (torch.zeros(n, dtype=wide) for _ in range(3))
-        for lo in range(
-            0, v // chunk * chunk if bug == "drops" and v > chunk else v, chunk
-        ):
+        end = v
+        if bug == "drops" and v > chunk:  # a last tile that is not full
+            end = v // chunk * chunk
+        for lo in range(0, end, chunk):
             w = weight[lo : lo + chunk]
             if bug == "pads" and len(w) < chunk:
-                w = F.pad(w, (0, 0, 0, min(chunk, 128) - len(w) % min(chunk, 128)))
+                block = min(chunk, 128)
+                w = F.pad(w, (0, 0, 0, block - len(w) % block))
             x = (h @ w.T).to(wide) / tau
             new = torch.maximum(m, x.amax(-1))
             r = torch.ones_like(m) if bug == "no rescale" else (m - new).exp()
             e = (x - new[:, None]).exp()
-            s, t, m = (
-                s * r + e.sum(-1),
-                (t if bug == "t" else t * r) + (e * x).sum(-1),
-                new,
-            )
-            hi = lo + len(w) - (bug == "edge")
+            s = s * r + e.sum(-1)
+            t = (t if bug == "t" else t * r) + (e * x).sum(-1)
+            m = new
+            hi = lo + len(w)
+            if bug == "edge":
+                hi -= 1
             here = (ids >= lo) & (ids < hi)
+            column = ids - lo
             if bug == "modulo":
                 here = ids % chunk < len(w)
-            at = (ids % chunk if bug == "modulo" else ids - lo).clamp(
-                0, x.shape[-1] - 1
-            )
+                column = ids % chunk
+            at = column.clamp(0, x.shape[-1] - 1)
             y = torch.where(here, pick(x, at), y)
         lse = m + s.log()
         ent = lse - t / s
