@@ -112,19 +112,17 @@ class Steps:
         )
         passed = got.returncode == status and says in got.stdout
         counted = re.findall(r"\d+ (?:passed|x?failed|skipped|errors?)", got.stdout)
-        self.done[name or command] = {
+        step: dict[str, Any] = {
             "passed": passed,
             "seconds": round(time.time() - start),
             "tests": _once(", ".join(counted)),
         }
-        print(
-            f"{'ok  ' if passed else 'FAIL'} {name or command} {self.done[name or command]}",
-            flush=True,
-        )
-        if passed and status:
-            self.done[name or command]["said"] = next(
-                line for line in got.stdout.splitlines() if says in line
-            )
+        self.done[name or command] = step
+        mark = "ok  " if passed else "FAIL"
+        print(f"{mark} {name or command} {step}", flush=True)
+        if passed and status:  # it failed as it should: its sentence
+            lines = got.stdout.splitlines()
+            step["said"] = next(line for line in lines if says in line)
         if not passed:
             print(got.stdout[-3000:], flush=True)
         return got.stdout
@@ -332,17 +330,18 @@ def table() -> str:
         if r["what"] in PLACES:
             continue
         failed = [name for name, step in r["steps"].items() if not step["passed"]]
-        tested = [
-            f"{_once(s['tests'])} in {s['seconds'] / 60:.0f} minutes"
-            for s in r["steps"].values()
-            if s["tests"]
-        ]
-        result = (
-            f"**failed**: {', '.join(failed)}"
-            if failed
-            else f"{len(r['steps'])} of {len(r['steps'])} steps pass"
-        )
-        result += f" ({'; '.join(tested)})" if tested else ""
+        if failed:
+            result = f"**failed**: {', '.join(failed)}"
+        else:
+            count = len(r["steps"])
+            result = f"{count} of {count} steps pass"
+        tested = []
+        for step in r["steps"].values():
+            if step["tests"]:
+                minutes = f"{step['seconds'] / 60:.0f} minutes"
+                tested.append(f"{_once(step['tests'])} in {minutes}")
+        if tested:
+            result += f" ({'; '.join(tested)})"
         libraries = [f"{name} {r[name]}" for name in LIBRARIES if name in r]
         what = ", ".join([r["what"], *libraries])
         cells = [r.get(k, "?") for k in ("python", *PACKAGES)]

@@ -141,24 +141,21 @@ def fake(s: Settings, world: str) -> questions.RunRecord:
     rng = np.random.default_rng([s.seed, *f"{s.key} {world}".encode()])
     steps = [step for step in range(1, s.steps + 1) if step % s.eval_every == 0]
     arm = arm_of(s)
-    loss = abs(np.log10(s.lr / 1e-4)) + (
-        abs(np.log10(s.entropy_bonus / 0.01)) if s.entropy_bonus else 0
-    )
-    true = (
-        TRUE[-len(steps) :]
-        + np.array(CURVES[world].get(arm, (0.0, 0.0)))
-        - [3 * loss, 0]
-    )
-    points = (true if s.seed in P.search.seeds else simulated(rng, true, 1)[0]) / 100
-    names = [f"test/{questions.decoding_name(top_p)}" for top_p in s.decodings]
-    evals = {
-        name: {
+    loss = abs(np.log10(s.lr / 1e-4))
+    if s.entropy_bonus:
+        loss += abs(np.log10(s.entropy_bonus / 0.01))
+    of_world = np.array(CURVES[world].get(arm, (0.0, 0.0)))
+    points = TRUE[-len(steps) :] + of_world - [3 * loss, 0]
+    if s.seed not in P.search.seeds:
+        points = simulated(rng, points, 1)[0]
+    points = points / 100
+    evals = {}
+    for i, top_p in enumerate(s.decodings):
+        evals[f"test/{questions.decoding_name(top_p)}"] = {
             "step": steps,
             "avg": points[:, i, 0].tolist(),
             "best": points[:, i, 1].tolist(),
         }
-        for i, name in enumerate(names)
-    }
     columns = {"step": list(range(0, s.steps, 5))}
     n = len(columns["step"])
     columns |= {"entropy": [0.4] * n, "valid": [0.9] * n, "reward": [0.2] * n}

@@ -137,20 +137,19 @@ def test_peaks_in_place_of_ends(runs):
         """Return the mean over bases of the largest value of a metric, in points, for
         each seed.
         """
-        tops = [
-            [
-                max(runs[arm, s, "sampler", b, k]["evals"]["test/top_p_0.7"][metric])
-                for b in BASES
-            ]
-            for k in SEEDS
-        ]
+        tops = []
+        for k in SEEDS:
+            of_bases = []
+            for base in BASES:
+                evals = runs[arm, s, "sampler", base, k]["evals"]
+                of_bases.append(max(evals["test/top_p_0.7"][metric]))
+            tops.append(of_bases)
         return 100 * np.mean(tops, axis=1)
 
-    for s, *effects in rows("Peaks in place of ends"):
-        assert effects == [
-            plain(peak("up_dapo", int(s), m) - peak("dapo", int(s), m))
-            for m in ("best", "avg", "maj")
-        ]
+    for s, best, avg, maj in rows("Peaks in place of ends"):
+        for m, effect in (("best", best), ("avg", avg), ("maj", maj)):
+            difference = peak("up_dapo", int(s), m) - peak("dapo", int(s), m)
+            assert effect == plain(difference)
 
 
 def test_at_equal_average_by_hand(runs):
@@ -164,29 +163,26 @@ def test_at_equal_average_by_hand(runs):
         )
         end = per_seed(runs, "up_dapo", int(s), "avg").mean()
         i = int(np.flatnonzero(avg >= end)[0])
-        there = best[i - 1] + (best[i] - best[i - 1]) * (end - avg[i - 1]) / (
-            avg[i] - avg[i - 1]
-        )
+        # on the line between the evaluations i - 1 and i
+        of_best, of_avg = best[i] - best[i - 1], avg[i] - avg[i - 1]
+        there = best[i - 1] + of_best * (end - avg[i - 1]) / of_avg
         mean, low, high = map(float, re.findall(r"[+-][\d.]+", text))
-        assert mean == round(
-            per_seed(runs, "up_dapo", int(s), "best").mean() - there, 1
-        )
+        of_up = per_seed(runs, "up_dapo", int(s), "best").mean()
+        assert mean == round(of_up - there, 1)
         assert low < mean < high
 
 
 def test_entropy_and_best(runs):
     """Compute the page's correlation of the last entropies with Best@k over the cells."""
     cells = sorted({place[:3] for place in runs})
-    entropy = [
-        np.mean(
-            [
-                np.mean(runs[(*c, b, k)]["steps"]["entropy"][-16:])
-                for b in BASES
-                for k in SEEDS
-            ]
-        )
-        for c in cells
-    ]
+    entropy = []
+    for cell in cells:
+        of_runs = []
+        for base in BASES:
+            for k in SEEDS:
+                of_run = runs[(*cell, base, k)]["steps"]["entropy"]
+                of_runs.append(np.mean(of_run[-16:]))
+        entropy.append(np.mean(of_runs))
     best = [per_seed(runs, arm, s, "best", old=old).mean() for arm, s, old in cells]
     r = stats.pearsonr(entropy, best).statistic
     assert f"Over the {len(cells)} cells" in PAGE and f"the correlation {r:.3f}" in PAGE

@@ -102,28 +102,21 @@ def test_the_recorded_gradient_gives_the_gradient_at_the_optimizer(run):
         model.net.zero_grad()
         for i in range(len(b.ids)):
             row = row_of(b, i)
-            logits = (
-                model.net(torch.tensor([row.ids])).logits[0, len(row.prompt) - 1 : -1]
-                / 0.7
-            )
-            lp = logits.log_softmax(-1).gather(1, torch.tensor(row.response)[:, None])[
-                :, 0
-            ]
+            logits = model.net(torch.tensor([row.ids])).logits[0]
+            before = logits[len(row.prompt) - 1 : -1] / 0.7
+            tokens = torch.tensor(row.response)[:, None]
+            lp = before.log_softmax(-1).gather(1, tokens)[:, 0]
             (lp * b.grad[i][: len(lp)]).sum().backward()
         found = {
             name: p.grad
             for name, p in model.net.named_parameters()
             if p.grad is not None
         }
-        off = (
-            sum(
-                float((found[name] - g).square().sum())
-                for name, g in at.gradients.items()
-            )
-            ** 0.5
-        )
-        size = sum(float(g.square().sum()) for g in at.gradients.values()) ** 0.5
-        assert off < 1e-5 * size
+        off, size = 0.0, 0.0
+        for name, g in at.gradients.items():
+            off += float((found[name] - g).square().sum())
+            size += float(g.square().sum())
+        assert off**0.5 < 1e-5 * size**0.5
 
 
 def test_the_gradients_are_those_of_a_run_that_is_not_recorded(run):

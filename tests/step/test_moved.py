@@ -183,6 +183,7 @@ def test_a_step_in_another_process_returns_the_weights_after_it(model):
     """The model that it is handed does not move."""
 
     def step(model, rows, kept=EVERY):
+        """Return the weights after a step, by name; kept: the micro-batches that train."""
         moves = pieces(gradient_of(model, rows, kept), model)
         names = [name for name, _ in model.named_parameters()]
         weights = [p.detach().numpy() for p in model.parameters()]

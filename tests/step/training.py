@@ -143,8 +143,11 @@ def pack(rows):
     """Return a batch [1, N] of all rows behind each other. doc is the number of each
     token's row, same where two tokens have the same.
     """
-    each = [collate([r]) for r in rows]
-    b = Batch(**{k: torch.cat([getattr(x, k) for x in each], 1) for k in vars(each[0])})
+    each = [vars(collate([row])) for row in rows]
+    joined = {}
+    for name in each[0]:
+        joined[name] = torch.cat([of_row[name] for of_row in each], 1)
+    b = Batch(**joined)
     b.doc = torch.tensor([[i for i, r in enumerate(rows) for _ in r.ids]])
     b.same = b.doc[:, :, None] == b.doc[:, None, :]
     return b

@@ -67,9 +67,8 @@ def sympy_derivative_is_autograd(o):
     if o.not_symbolic:
         pytest.skip(o.not_symbolic)
     b = batch(o, edges=OFF_EDGES)
-    close(
-        torch.tensor(sympy_gradient(o, b), dtype=torch.float64), autograd_gradient(o, b)
-    )
+    by_sympy = torch.tensor(sympy_gradient(o, b), dtype=torch.float64)
+    close(by_sympy, autograd_gradient(o, b))
 
 
 @law
@@ -78,23 +77,22 @@ def masked_slots_are_inert(o):
     changes no bit of it.
     """
     b = batch(o)
-    b = replace(
-        b, logp_sampler=b.logp_old if b.logp_sampler is None else b.logp_sampler
+    if b.logp_sampler is None:
+        b = replace(b, logp_sampler=b.logp_old)
+    calm = replace(
+        b,
+        logp=b.logp.masked_fill(~b.mask, -1.0),
+        logp_old=b.logp_old.masked_fill(~b.mask, -2.0),
+        adv=b.adv.masked_fill(~b.mask, 0.5),
     )
-    calm = [
-        x.masked_fill(~b.mask, fill)
-        for x, fill in ((b.logp, -1.0), (b.logp_old, -2.0), (b.adv, 0.5))
-    ]
-    expected = autograd_gradient(
-        o, replace(b, logp=calm[0], logp_old=calm[1], adv=calm[2])
-    )
+    expected = autograd_gradient(o, calm)
     assert (expected[~b.mask] == 0).all()
     for poison in (float("nan"), float("inf"), -float("inf"), 1e30):
-        bad = {
-            k: getattr(b, k).masked_fill(~b.mask, poison)
-            for k in FLOATS
-            if getattr(b, k) is not None
-        }
+        bad = {}
+        for name in FLOATS:
+            value = getattr(b, name)
+            if value is not None:
+                bad[name] = value.masked_fill(~b.mask, poison)
         found = autograd_gradient(o, replace(b, **bad))
         assert torch.equal(found, expected), f"masked slots at {poison} leak"
 
@@ -207,11 +205,11 @@ def finite_differences_agree(o):
     h = 1e-6
     with recorded_sg(values):
         o(b)
-    direction = torch.randn(
-        b.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
-    for part in (direction, direction * (torch.arange(b.mask.shape[1]) % 2)):
-        part = part * (b.logp.exp() < 0.9)
+    generator = torch.Generator().manual_seed(0)
+    every = torch.randn(b.mask.shape, dtype=torch.float64, generator=generator)
+    every_second = every * (torch.arange(b.mask.shape[1]) % 2)
+    for direction in (every, every_second):
+        part = direction * (b.logp.exp() < 0.9)  # log π stays below 0
         with recorded_sg(values):
             up = o(replace(b, logp=b.logp + h * part))
         with recorded_sg(values):

@@ -131,24 +131,22 @@ def argv(rng: random.Random) -> list[str]:
         verb = "list"
     own = VERBS.get(verb, []) + ALL
     many = [*own * 3, *rng.choice([*VERBS.values()]), *LOSSES]
-    words = (
-        rng.choice(FIT.get(verb, [[]]))
-        if rng.random() < 0.4
-        else rng.choices(LOSSES, k=rng.randint(0, 1))
-    )
+    if rng.random() < 0.4:
+        words = rng.choice(FIT.get(verb, [[]]))
+    else:
+        words = rng.choices(LOSSES, k=rng.randint(0, 1))
     words = [*words, *rng.choices(many, k=rng.randint(0, 3))]
     rng.shuffle(words)
     if verb == "claims" and "--run" in words:
         words.append("--section=99")  # all of them take an hour
     if verb == "audit":  # nothing is fetched, no framework's whole audit is run
-        words += (
-            ["--ledger"]
-            if not {"--ledger", "--report"} & {w.partition("=")[0] for w in words}
-            else []
-        )
+        options = {word.partition("=")[0] for word in words}
+        if not options & {"--ledger", "--report"}:
+            words.append("--ledger")
     if verb == "learn":
-        for number in (int(w) for w in words if w in map(str, range(1, 11))):
-            a_lesson(number, rng, ends=False)
+        for word in words:
+            if word in map(str, range(1, 11)):
+                a_lesson(int(word), rng, ends=False)
     return [verb, *words]
 
 

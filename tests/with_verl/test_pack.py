@@ -18,6 +18,7 @@ SM_80, SM_90, SM_100 = 80, 90, 100
 def image(kind, capability, payload):
     """Return the bytes of a device image of this kind and compute capability."""
     header = 64
+    # pack.py reads the kind, the sizes of header and payload, and the last number
     head = struct.pack(
         "<HHIQIIHHI", kind, 0, header, len(payload), 0, 0, 0, 0, capability
     )

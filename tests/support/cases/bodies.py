@@ -156,14 +156,13 @@ def loss(body):
         """
         calls.append(1)
         m = mask.bool()
-        lp, old, A = (
-            torch.where(m, x.expand_as(m), 0)
-            for x in (log_prob, old_log_prob, advantages)
-        )
-        here = dict(
-            lp=lp, old=old, A=A, m=m, d=lp - old, memory=memory, call=len(calls)
-        )
-        return body(**{n: (here | default | given)[n] for n in wants})
+        lp = torch.where(m, log_prob.expand_as(m), 0)
+        old = torch.where(m, old_log_prob.expand_as(m), 0)
+        A = torch.where(m, advantages.expand_as(m), 0)
+        here = {"lp": lp, "old": old, "A": A, "m": m, "d": lp - old}
+        here |= {"memory": memory, "call": len(calls)}
+        every_value = here | default | given
+        return body(**{name: every_value[name] for name in wants})
 
     kind, default = inspect.Parameter.POSITIONAL_OR_KEYWORD, {"num_micro_batches": 1}
     every = [

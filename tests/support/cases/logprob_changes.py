@@ -189,13 +189,10 @@ def summed_in_bfloat16(n):
             """Return the gradients of h and W, the latter summed in W's dtype over
             parts of n rows.
             """
-            h, W, tokens = (
-                x.flatten(0, -2) if i == 0 else x
-                for i, x in enumerate(ctx.saved_tensors)
-            )
-            dx = F.one_hot(tokens.flatten(), len(W)) - (
-                h.double() @ W.double().T
-            ).softmax(-1)
+            h, W, tokens = ctx.saved_tensors
+            h = h.flatten(0, -2)
+            p = (h.double() @ W.double().T).softmax(-1)
+            dx = F.one_hot(tokens.flatten(), len(W)) - p
             dx = dx * g.double().flatten()[:, None]
             dW = torch.zeros_like(W)
             for i in range(0, len(h), n):

@@ -7,6 +7,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,32 +52,23 @@ def main() -> int:
         figure.write(plan, args.page)
         return 0
     start = time.process_time()
-    for n, row in enumerate(run.rows(plan, *map(int, args.part.split("/")))):
-        if figure.misjudged(row):
-            print(
-                figure.misjudged(row),
-                row["config"],
-                row["style"],
-                row["what"],
-                "|",
-                row["said"],
-                flush=True,
-            )
+    part, parts = map(int, args.part.split("/"))
+    for n, row in enumerate(run.rows(plan, part, parts)):
+        if how := figure.misjudged(row):
+            print_row(how, row)
         if n % 100 == 0:
             print(f"{n} done, {time.process_time() - start:.0f} s of CPU", flush=True)
-    if args.part.startswith("0/"):
+    if part == 0:
         for row in naming.rows(figure.NAMED, args.seed, args.scratch):
             if not row["right"]:
-                print(
-                    "misnamed",
-                    row["config"],
-                    row["style"],
-                    row["what"],
-                    "|",
-                    row["said"],
-                    flush=True,
-                )
+                print_row("misnamed", row)
     return 0
+
+
+def print_row(how: str, row: dict[str, Any]) -> None:
+    """Print a loss that was judged wrongly. how: "missed", "alarm" or "misnamed"."""
+    loss = (row["config"], row["style"], row["what"])
+    print(how, *loss, "|", row["said"], flush=True)
 
 
 if __name__ == "__main__":

@@ -107,19 +107,22 @@ def whole(loss: Callable, c: Config, held_against: list[Batch]) -> Verdict:
     Of several faults the last that was found counts.
     """
     watch = Watch()
+
+    def watched(explain: Callable) -> Callable:
+        """Return an oracle's `explain` that keeps each fault with its case in `watch`."""
+
+        def seen(case, *a):
+            fault = explain(case, *a)
+            watch.faults.append((fault, case))
+            return fault
+
+        return seen
+
     with contextlib.ExitStack() as stack:
         for module in SEEN:
-            if inner := getattr(module, "explain", None):
-
-                def seen(case, *a, inner=inner):
-                    """Call the oracle's own `explain`, and keep the fault that it found
-                    with the case.
-                    """
-                    fault = inner(case, *a)
-                    watch.faults.append((fault, case))
-                    return fault
-
-                stack.enter_context(mock.patch.object(module, "explain", seen))
+            if explain := getattr(module, "explain", None):
+                patch = mock.patch.object(module, "explain", watched(explain))
+                stack.enter_context(patch)
         start = time.process_time()
         try:
             report = upref.check(loss, c.o, **dict(c.hp))

@@ -61,11 +61,9 @@ def rows(
     for c, of in drawn(unlike, plan.seed):
         # one configuration after the other: they share the search's batches
         for nth, s in enumerate(of):
-            row = (
-                judged(s, plan.scratch, plan.seed, min(nth, 1), known=known)
-                if nth < LOT
-                else None
-            )
+            row = None
+            if nth < LOT:  # the first of them gets the whole report
+                row = judged(s, plan.scratch, plan.seed, min(nth, 1), known=known)
             yield row or {"id": s.key, "truth": "unsearched", "config": str(c)}
 
 
