@@ -477,7 +477,7 @@ def sympy_gradient(
     ]
     rows = torch.as_tensor(weights, dtype=torch.float64).expand(len(mask)).numpy()
     gradient = np.zeros(mask.shape)
-    for shared_mask, parts in _parts_of_one_mask(mask, o.batch_coupled):
+    for shared_mask, parts in _parts_of_one_mask(mask, bool(o.batch_coupled)):
         derivative = _derivative(o, shared_mask, hp)
         for part in parts:
             with mpmath.workdps(30):

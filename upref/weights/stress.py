@@ -604,7 +604,8 @@ def _draw_log_ratios(
     by_response = level in REDUCE
     mask = responses.mask
     B, T = mask.shape
-    numbers: dict[str, np.ndarray] = {"bound_share": rng.random(B)}
+    numbers: dict[str, np.ndarray] = {}
+    numbers["bound_share"] = rng.random((B,))
     numbers["near_bound"] = rng.uniform(0.2, 1.8, (B, T))
     numbers["is_near"] = rng.random((B, T)) < 0.5
     normal = rng.normal(size=(B, T))

@@ -243,7 +243,7 @@ class Signs(Conditions):
         if high <= level * (1 + SAME):
             return self.zero
         times = _power_without_fractions(ratio)
-        if max(abs(times), times.numerator) > LARGEST_POWER:
+        if max(abs(times), Fraction(times.numerator)) > LARGEST_POWER:
             return self._compare_function({ratio: Fraction(1), (): -bound})
         raised = self._monomial({atom: e * times for atom, e in ratio})
         raised_bound = self._number_to(bound, times)

@@ -139,8 +139,8 @@ def _with_counter_ahead(case: LossCase, batch: Rollouts) -> list[Finding]:
                     return [_failure_of_counter(case, batch, words_for(turn))]
                 same = number
     finally:
-        for place, number in zip(found, numbers, strict=True):
-            place.write(number)
+        for place, original in zip(found, numbers, strict=True):
+            place.write(original)
     return []
 
 
