@@ -9,7 +9,7 @@ s0, s4 and s16 are the groups of 0, 4 and 16 rollouts of staleness.
 
 import re
 
-from docs import controls, stale, without_lag
+from docs import controls, second_controls, stale, without_lag
 from repro.mini.experiment.effects import Effect
 from repro.mini.experiment.words import shown
 from upref.markdown import table
@@ -44,7 +44,7 @@ def text() -> str:
         "[top-p 0.7](docs/findings.md#the-words): Best@32 "
         f"{shown(gain)}, average {shown(average)}. Fresh data: no gain shown at 8 "
         f"updates a rollout, [{least:+.0f} to {most:+.0f} at 16](docs/findings.md#without-a-lag). "
-        f"{controls.at_equal_average()} [Evidence](docs/findings.md)."
+        f"{controls.at_equal_average(second_controls.at_one_rate())} [Evidence](docs/findings.md)."
     )
     count = len(re.sub(r"\]\([^)]*\)", "]", words).split())
     assert count <= 120, f"README's answer has {count} words"

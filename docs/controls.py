@@ -61,8 +61,13 @@ def bonus_words() -> str:
     return BONUS_WORDS[answer.against(registered, effects, "dapo_bonus")]
 
 
-def at_equal_average() -> str:
-    """Return README's sentence on UP-DAPO at equal Avg@32."""
+def at_equal_average(at_one_rate: str) -> str:
+    """Return README's sentence on UP-DAPO at equal Avg@32.
+
+    Args:
+        at_one_rate: UP-DAPO minus DAPO without its upper clip at one learning rate, as
+            words: of another experiment.
+    """
     registered, _, effects = _load()
     assert answer.against(registered, effects, "dapo_no_upper_clip") == "nothing more"
     bonus = _main_runs()["dapo_bonus"][0]["settings"]["entropy_bonus"]
@@ -72,13 +77,12 @@ def at_equal_average() -> str:
     )
     assert _rate("dapo_no_upper_clip") == 5.5e-5 and _rate("up_dapo") == 1e-4
     assert _largest_norm("dapo_no_upper_clip") < _largest_norm("dapo")
-    least, most = clip_at_one_rate()
     return (
         "Stale, Best@32 at [equal average](repro/mini/controls/README.md): UP minus DAPO "
         f"{dapo}; minus DAPO with entropy bonus ({bonus:g}) {with_bonus}; minus DAPO "
         f"without upper clip, at half UP's learning rate, {without_clip}, and at one rate "
-        f"{least:+.0f} to {most:+.0f} (unregistered). The paper's run without that clip "
-        "explodes; ours do not."
+        f"{at_one_rate}. The paper's run without that clip explodes; ours do "
+        "not."
     )
 
 
@@ -95,10 +99,10 @@ def _largest_norm(arm: str) -> float:
     return max(norms)
 
 
-def clip_at_one_rate() -> tuple[float, float]:
-    """Return the least and the greatest of what UP-DAPO gives beyond DAPO without its
-    upper clip, both at one learning rate: in points of Best@32 at equal Avg@32, from
-    the records on stale data.
+def _at_slopes() -> list[Effect]:
+    """Return what UP-DAPO gives beyond DAPO without its upper clip, both at one learning
+    rate: in points of Best@32 at equal Avg@32, from the records on stale data, by two
+    slopes.
 
     These records have no curves of decodings. At T = 1 each method has its own Avg@32;
     at the level half-way between the two, the difference is estimated as that of
@@ -106,12 +110,6 @@ def clip_at_one_rate() -> tuple[float, float]:
     UP-DAPO exchanges one for the other there. There are two values of it: that near T =
     1 in the records of the controls, and the one by which the search compared.
     """
-    found = [effect.mean for effect in _at_slopes()]
-    return min(found), max(found)
-
-
-def _at_slopes() -> list[Effect]:
-    """Return the effect of `clip_at_one_rate` at its two slopes."""
     registered, _, _ = _load()
     points = np.mean([curve(r)[-1] for r in _main_runs()["up_dapo"]], axis=0)
     (avg_below, best_below), (avg_t_1, best_t_1) = points[-2:]
@@ -192,7 +190,8 @@ def clip_words() -> str:
         f"Best@32 and {avg} of Avg@32 at T = 1, which is {shown(least)} to {shown(most)} at equal "
         "Avg@32, by the slope at which one is exchanged for the other (none of it "
         "registered). So *nothing more* is shown of DAPO without its upper clip at half of "
-        "UP's rate, and not at UP's rate.\n\n"
+        "UP's rate, and not at UP's rate. [The second controls](#the-second-controls) "
+        "registered the question at UP's rate.\n\n"
         "**Stability.** The paper's argument for the self-anchor is that its run "
         "without the upper clip explodes beyond 80 steps (Fig. 5). In this experiment "
         "no run without it does: the largest norm of a gradient is "
@@ -362,8 +361,9 @@ def _caveats(registered: plan.Plan) -> str:
         f"this is largest, after {steps} steps, and {coefficient:g} scored highest of "
         "four coefficients. The full runs, of other seeds and problems, do not confirm "
         f"it: this sum is {early_bonus:.1f} with the bonus and {early_plain:.1f} for "
-        f"DAPO at step {steps}, {bonus:.1f} and {plain:.1f} at the end. A smaller bonus "
-        f"was not run in full.\n\nIntervals are over seeds. All seeds answer the same "
+        f"DAPO at step {steps}, {bonus:.1f} and {plain:.1f} at the end. [The "
+        "second controls](#the-second-controls) ran two smaller ones in full.\n\n"
+        "Intervals are over seeds. All seeds answer the same "
         f"{problems} problems, and an interval that held for new problems would be "
         "wider. At equal Avg@32 a method may also take an earlier evaluation (step 100, "
         "200 or 300) or a mixture of two settings; the picture shows the last step alone."
