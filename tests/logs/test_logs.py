@@ -375,8 +375,11 @@ def test_equal_scores_with_advantages_are_not_equal_rewards(tmp_path):
         assert len(audit(run).statements) == stated
 
 
-def test_a_number_that_was_rounded_to_0_is_no_0(tmp_path):
-    """With two decimals a share below 0.005 is written as 0."""
+@pytest.mark.parametrize("others", [{}, {"grad_norm": math.nan}])
+def test_a_number_that_was_rounded_to_0_is_no_0(others, tmp_path):
+    """With two decimals a share below 0.005 is written as 0. A column of NaN alone does
+    not tell how many decimals the others have.
+    """
     rows = [
         {
             "step": step,
@@ -385,11 +388,22 @@ def test_a_number_that_was_rounded_to_0_is_no_0(tmp_path):
             "completions/clipped_ratio": share,
             "completions/mean_terminated_length": 310.25,
             "completions/mean_length": length,
+            **others,
         }
         for step, (share, length) in enumerate([(0.0, 313.75), (0.01, 317.5)] * 2)
     ]
     (run,) = read(write_lines(rows, tmp_path / "log.jsonl"))
-    assert not audit(run).statements
+    stated = {statement.name for statement in audit(run).statements}
+    assert stated == ({"not a number"} if others else set())
+
+
+def test_a_step_without_a_lowest_reward_does_not_make_rewards_fractions(tmp_path):
+    frozen = {"frac_reward_zero_std": 1.0, "critic/score/max": 1.0, "grad_norm": 0.123}
+    rows = [{"step": step, "critic/score/min": 1.0} | frozen for step in range(4)]
+    del rows[1]["critic/score/min"]
+    (run,) = read(write_lines(rows, tmp_path / "log.jsonl"))
+    (equal,) = (s for s in audit(run).statements if s.name == "equal rewards")
+    assert "grad_norm" in equal.text and "rounding" not in equal.text
 
 
 def test_the_record_of_real_runs_has_what_the_page_says_of_it():

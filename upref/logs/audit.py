@@ -210,7 +210,9 @@ class Known:
         """Return whether some scalar is written that finely, so that the log does not
         round a number of that size to 0.
         """
-        return any(self.is_finer(key, digit) for key in self.column)
+        # 0 is the half digit of a scalar without a finite number: it tells nothing
+        halves = [self.run.half_digit[column] for column in self.column.values()]
+        return any(0 < half < digit for half in halves)
 
     def state(
         self,
@@ -914,8 +916,10 @@ def equal_rewards(known: Known) -> Iterator[Statement]:
         if math.isfinite(elsewhere):
             text += ", and {elsewhere:.3g} at the other steps"
         text += ". With such advantages that gradient comes from other terms, such as KL, entropy or a value loss"
-        if known.has("reward_min") and (known.values("reward_min")[equal] % 1).any():
-            text += ", or from rounding: (R - mean)/std of equal rewards of 0.9 need not be 0 in float32"
+        if known.has("reward_min"):
+            least = known.values("reward_min")[equal]
+            if (least[np.isfinite(least)] % 1).any():
+                text += ", or from rounding: (R - mean)/std of equal rewards of 0.9 need not be 0 in float32"
         text += "."
         if equal.sum() >= OFTEN * np.isfinite(known.values(keys[0])).sum():
             severity = "note"
