@@ -120,8 +120,8 @@ class Outcomes:
 
 
 def laws() -> Subjects:
-    """Run the laws of tests/support/laws.py on each objective; yield each test with its
-    outcome.
+    """Run tests/core/test_objectives.py, which applies the laws of tests/support/laws.py to
+    each objective; yield each of its tests with the outcome.
     """
     outcomes = Outcomes()
     file = str(ROOT / "tests/core/test_objectives.py")

@@ -127,7 +127,9 @@ def compiled(model: nn.Module, rows: list, **faults: Any) -> None:
     dapo(torch.compile(model, dynamic=True), rows, **faults)
 
 
-def rows_of(device: str) -> dict[str, tuple[Callable[[PartSetup], nn.Module], Steps]]:
+def models_with_steps(
+    device: str,
+) -> dict[str, tuple[Callable[[PartSetup], nn.Module], Steps]]:
     """Return each model by name, with what makes it and its steps: (name of the step,
     whether it is right, the step).
     """
@@ -196,10 +198,10 @@ def main(place: PartSetup, which: str) -> None:
 
     Args:
         place: where.
-        which: number of the model in `rows_of`; PARTS - 1 for the last part.
+        which: number of the model in `models_with_steps`; PARTS - 1 for the last part.
     """
     torch.manual_seed(SEED)
-    models = [*rows_of(place.device).items()]
+    models = [*models_with_steps(place.device).items()]
     if int(which) < len(models):
         name, (make, steps) = models[int(which)]
         checked(place, name, make, steps)
