@@ -59,3 +59,21 @@ def test_a_variance_that_divides_what_varies_by_0_is_not_proved():
     operation = Operation(trace, ATEN.var.correction, (x, None), {"correction": 2})
     with pytest.raises(NoProof, match="divides by 0"):
         find_rule("var")(operation)
+
+
+def test_the_bounds_of_a_product_are_those_of_all_its_factors():
+    """Of two counts, and of a choice between 5 and -5 with a count: each fits int64 by
+    its bounds, and five times two counts do not.
+    """
+    v = Values()
+    v.positive_totals = {v.one}
+    tokens = v.call("sum over the row", v.one)
+    rows = v.call("sum over the rows", v.one)
+    _, most = v.whole_bounds(tokens)
+    both = v.multiply(tokens, rows)
+    assert v.whole_bounds(both) == (1, most**2)
+    r = v.variable("r", 0, math.inf)
+    choice = v.choose(v.greater(r, v.one), v.number(5), v.number(-5))
+    assert v.whole_bounds(v.multiply(choice, tokens)) == (-5 * most, 5 * most)
+    assert most**2 <= torch.iinfo(torch.int64).max < 5 * most**2
+    assert v.whole_bounds(v.multiply(v.number(5), both)) == (5, 5 * most**2)

@@ -227,17 +227,19 @@ class Choices(Signs):
         low = high = c
         for atom, exponent in monomial:
             kind = self.atoms[atom]
-            if self.is_count(atom) and exponent == 1:
-                low = min(c, c * MOST_TOKENS)
-                high = max(c, c * MOST_TOKENS)
-                continue
-            if not isinstance(kind, Choice) or exponent != 1:
+            if exponent != 1:
                 return None
-            yes = self.whole_bounds(kind.yes)
-            no = self.whole_bounds(kind.no)
-            if yes is None or no is None:
+            if self.is_count(atom):
+                sides = [Fraction(1), Fraction(MOST_TOKENS)]
+            elif isinstance(kind, Choice):
+                yes = self.whole_bounds(kind.yes)
+                no = self.whole_bounds(kind.no)
+                if yes is None or no is None:
+                    return None
+                sides = [*yes, *no]
+            else:
                 return None
-            products = [end * side for end in (low, high) for side in (*yes, *no)]
+            products = [end * side for end in (low, high) for side in sides]
             low, high = min(products), max(products)
         return low, high
 
