@@ -36,10 +36,11 @@ def proof(o: upref.Objective) -> tuple[bool, str]:
 
 
 def claims(_: upref.Objective) -> tuple[bool, str]:
-    """Run the scripts of the paper's claims; a false one ends with a status that is not
-    0.
+    """Run the scripts of derivations/, each of which derives a claim of the paper; a
+    false one ends with a status that is not 0.
     """
     scripts = sorted((ROOT.parent / "derivations").glob("*.py"))
+    # these two derive nothing: one writes the page, the others import the second
     scripts = [s for s in scripts if s.name not in ("make_page.py", "weights.py")]
     ok = True
     for script in scripts:

@@ -210,11 +210,11 @@ def _alternatives(expr: Expr) -> Iterator[Expr]:
 
 
 def _root_or_difference(difference: Expr, r: Symbol) -> Expr | None:
-    """Return the r at which a difference is 0, or None where it is 0 at no r or at every
-    r.
+    """Return the r at which a difference is 0, where its numerator is linear in r or in
+    log r; None where the numerator is a constant, so that it is 0 at no r or at every r.
 
-    Without a closed form, the difference itself is returned, with one of its two signs:
-    a - b and b - a give the same expression.
+    Any other difference is returned itself, with one of its two signs: a - b and b - a
+    give the same expression.
     """
     x = Symbol("x")
     for unknown, r_of in ((r, lambda value: value), (sympy.log(r), sympy.exp)):

@@ -187,7 +187,7 @@ def read(name: str = "", text: str | None = None) -> list[Entry]:
 
     Args:
         name: the framework; "": all frameworks.
-        text: TOML to read in place of the framework's file.
+        text: TOML to read in place of the framework's file; ignored without a name.
 
     Returns:
         The entries in the order of the file, with what [ledger] and facts.toml say of

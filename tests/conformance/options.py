@@ -453,7 +453,9 @@ def _until_one_notices(
 
 
 def print_one(option: Option, one: Mapping[str, Any]) -> None:
-    """Print an option, its other value, and the case that notices it."""
+    """Print an option, its other value, and the case that notices it, or that none of the
+    cases that passed does; a case that cannot run is named with its reason, `said`.
+    """
     said = one["case"] or f"NO CASE of {one['passed']}"
     if "said" in one:
         said += f" cannot run: {one['said']}"

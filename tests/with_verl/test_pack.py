@@ -57,9 +57,9 @@ def members(archive):
         return opened.getnames()
 
 
-def test_the_cubins_of_one_gpu_stay_and_no_byte_moves(tmp_path):
-    """The file keeps its length; a container keeps the machine code of that GPU, or the
-    newest PTX where it has none, and the rest is overwritten.
+def test_the_cubins_of_one_gpu_stay_and_the_file_keeps_its_length(tmp_path):
+    """A container keeps the machine code of that GPU, moved to its front, or where it has
+    none the newest PTX that this GPU can compile; the rest is overwritten.
     """
     own = image(pack.CUBIN, SM_90, b"own " * 4)
     old = image(pack.CUBIN, SM_80, b"old " * 8)

@@ -345,8 +345,9 @@ def _join_rows(
 
 
 def _step_of(row: Mapping[str, float], number: int) -> tuple[str, float]:
-    """Return the first column of STEPS that the row has, and its number there; ("",
-    the number of the row) where it has none.
+    """Return the row's own name of the first column of STEPS in which it has a finite
+    number, such as train/global_step, and that number; ("", the number of the row) where
+    it has none.
     """
     by_bare = {bare(key): key for key in row}
     for name in STEPS:

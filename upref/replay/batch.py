@@ -465,8 +465,8 @@ def _whole_numbers(name: str, value: Tensor, mask: Tensor, file: str) -> Tensor:
 
 
 def _rewards(value: Tensor, file: str) -> Tensor:
-    """Return the rewards in float64; InputError where one is beyond float32 or no
-    number.
+    """Return the rewards in float64; InputError where one is above LARGEST in size,
+    infinite or NaN.
     """
     value = value.double()
     if bool((value.isfinite() & (value.abs() > LARGEST)).any()):

@@ -25,7 +25,7 @@ PROMPTS_READ = "group"
 # in meta, before the name of a column: how the framework is made to record it
 HINT = "hint: "
 MOST_SLOTS = 2**27  # B x T of a step: 1 GiB for a column of float64
-LARGEST = 1e39  # of a number: beyond float32, whose least number fills masked logits
+LARGEST = 1e39  # of a number: above every float32, whose least fills masked logits
 SAME = 1e-12  # nats, between two copies of a number
 # in meta, where the files of a step log different numbers: two of them
 SEVERAL_LOSSES = "several_losses"

@@ -424,8 +424,10 @@ def _short_number(k: float) -> float:
 
 
 def _describe_bounds(draw: Draw) -> str:
-    """Return in words the ratios between which the weights end, where no token beyond
-    has one.
+    """Return in words, for each sign of A and each side of r = 1, the two ratios between
+    which the weights end: that of the farthest token with a weight, and that of the
+    nearest without. A side where a token farther out has a weight is left out; where all
+    are, a sentence says so. Tokens whose weight was not found (NaN) do not count.
     """
     batch = draw.case.padded
     lp = draw.statistics.lp

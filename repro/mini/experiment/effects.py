@@ -82,7 +82,9 @@ class Effect:
 
     @property
     def word(self) -> str:
-        """What the interval shows: one of the words at the top of this file."""
+        """What the interval shows: one of the words at the top of this file, with the
+        margin as a number.
+        """
         if not self.reached:
             return "out of reach"
         if not np.isfinite([self.low, self.high]).all():

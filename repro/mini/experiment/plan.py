@@ -95,7 +95,8 @@ class Searched(NamedTuple):
     Attributes:
         choice: None while a run is missing that decides it.
         wanted: the choices whose runs are missing; [] once `choice` is known.
-        scores: of every choice that may be tried; None while a run of it is missing.
+        scores: of the rates at the first coefficient, and, once these are known, of the
+            other coefficients at the best rate; None while a run of it is missing.
     """
 
     choice: Choice | None

@@ -332,8 +332,8 @@ def of_tokens(log_probs: Tensor, tokens: Tensor) -> Tensor:
 
 
 def evaluate(run: Run, logs: dict[str, files.Log]) -> None:
-    """Add a line to evals.jsonl for each evaluation that is due at this step; without
-    eval_every, never.
+    """Evaluate the policy as it is, and add a line to evals.jsonl for each kind of
+    evaluation; nothing without eval_every. The caller decides at which steps.
 
     The problems are the same for every seed; training shares no random generator with
     this.

@@ -120,7 +120,7 @@ def environment(directory: Path) -> dict[str, str]:
 def watched(directory: Path) -> dict[str, str]:
     """Return the environment variables by which whole optimizer steps are judged over
     all ranks, and those that differ are recorded in `steps` of the run's folder. What
-    the user has set stays.
+    the user has set stays; in a folder of the user's, every judged step is recorded.
     """
     keep = "" if FOLDER in os.environ else " keep=failed"
     ours = {

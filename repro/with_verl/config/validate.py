@@ -429,7 +429,7 @@ def _require_registered(kind: str, name: str, known: Collection[Any]) -> None:
 
 def _check_loss(cfg: DictConfig, actor) -> None:
     """Raise InputError for a loss or an advantage estimator that is not registered, and
-    for settings that contradict a loss of upref.
+    for settings that a loss of upref does not read, or that replace it.
     """
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
     from verl.workers.config import ActorConfig

@@ -314,8 +314,8 @@ class ReferenceOneTokenLate(Trainer):
 )
 class DividedByTheWholeRow(Trainer):
     def loss(self, p):
-        """Return the loss of responses, whose log-ratios are divided by the length of
-        prompt and response.
+        """Return GSPO's loss of the responses in one bin, as its share of the mean over
+        all rows; the log-ratios are divided by the length of prompt and response.
         """
         out = 0.0
         at = 0

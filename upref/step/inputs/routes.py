@@ -25,7 +25,7 @@ CHOICES = (torch.topk, torch.Tensor.topk)
 NO_GROUPS = (
     "upref replays no router that chooses groups of experts first, as DeepSeek-V3 does."
 )
-# of the experts of a token in a layer, the part that is not what the model would choose
+# of the tokens in a layer, the part whose experts are not those of the model
 OTHER_EXPERTS = 1 / 3
 INTEGERS = (
     torch.uint8,
@@ -237,7 +237,8 @@ def draw_routes(
     forward: Any, tokens: Sequence[Sequence[int]], seed: int
 ) -> list[list[list[list[int]]]]:
     """Return routes as a sampler could have recorded them: mostly the experts that the
-    model takes, and others for a third of the tokens.
+    model takes. In each layer a third of the tokens, drawn anew, has the next experts by
+    number in their place.
 
     Args:
         forward: runs the model on token ids.
@@ -248,7 +249,8 @@ def draw_routes(
         The routes of each row: lists [S][L][K].
 
     Raises:
-        InputError: the model has no router, or one that takes all experts.
+        InputError: the model has no router, one that takes all experts, or layers that
+            take different numbers of experts.
     """
     generator = torch.Generator().manual_seed(seed)
     drawn = []

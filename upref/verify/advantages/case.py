@@ -196,7 +196,10 @@ class AdvantageCase:
                 return cause
 
         def fit(fault: Fault[AdvantageChange]) -> tuple[float, float] | None:
-            """Return the factor and the eps with which a fault fits every batch."""
+            """Return the factor, 0.0 of a fault without one, and the eps with which a fault
+            fits every batch; None where it does not, or where the right advantages fit
+            as well.
+            """
             change = fault.change
             k = change.k(all_expected, all_found) if change.k else 0.0
             tol = self.function.tol

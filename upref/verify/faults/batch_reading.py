@@ -315,8 +315,9 @@ def untrained(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
 
 
 def uncounted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
-    """Yield the faults that the denominator does not count some tokens, for their
-    advantage or because they have no gradient.
+    """Yield the four faults that the denominator does not count some tokens, for their
+    advantage or because they have no gradient. Two of them do not train these tokens
+    either.
 
     Args:
         objective: the objective.

@@ -1166,11 +1166,12 @@ def _cumulated(inputs: Inputs) -> Tensor:
 
 
 def _token_baseline(inputs: Inputs, weights: Tensor, lone: bool = False) -> Tensor:
-    """Return G minus its mean over the t-th tokens, with these weights.
+    """Return the reward to go, G, minus its weighted mean over the t-th trained tokens of
+    the responses to one prompt.
 
     Args:
         inputs: tensors by role.
-        weights: [N, K].
+        weights: of the mean, [N, K].
         lone: whether a t-th token without another has a baseline.
     """
     mask = inputs["mask"]
