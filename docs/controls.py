@@ -194,7 +194,7 @@ def clip_words() -> str:
         "registered the question at UP's rate.\n\n"
         "**Stability.** The paper's argument for the self-anchor is that its run "
         "without the upper clip explodes beyond 80 steps (Fig. 5). In this experiment "
-        "no run without it does: the largest norm of a gradient is "
+        "no full run without it does: the largest norm of a gradient is "
         f"{_largest_norm('dapo_no_upper_clip'):.0f} without the upper "
         f"clip, {_largest_norm('up_dapo'):.0f} for UP-DAPO and {_largest_norm('dapo'):.0f} for DAPO."
     )
@@ -362,7 +362,7 @@ def _caveats(registered: plan.Plan) -> str:
         "four coefficients. The full runs, of other seeds and problems, do not confirm "
         f"it: this sum is {early_bonus:.1f} with the bonus and {early_plain:.1f} for "
         f"DAPO at step {steps}, {bonus:.1f} and {plain:.1f} at the end. [The "
-        "second controls](#the-second-controls) ran two smaller ones in full.\n\n"
+        "second controls](#the-second-controls) have two smaller ones.\n\n"
         "Intervals are over seeds. All seeds answer the same "
         f"{problems} problems, and an interval that held for new problems would be "
         "wider. At equal Avg@32 a method may also take an earlier evaluation (step 100, "

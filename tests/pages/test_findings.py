@@ -116,7 +116,7 @@ def on_stale_data():
     return runs
 
 
-def test_the_share_of_the_clip_is_about_half_or_more():
+def test_the_share_of_the_clip_is_about_half():
     """At top-p 0.7, 16 rollouts stale; the share of the gain that DAPO has by dropping
     its upper clip: its interval begins below a half.
     """
@@ -136,8 +136,8 @@ def test_the_share_of_the_clip_is_about_half_or_more():
     share = 1 - beyond / (means["up_dapo"] - means["dapo"])
     low, high = np.percentile(share, [2.5, 97.5])
     assert 0.35 < low < 0.45 and 0.55 < high < 0.65
-    assert "gives about half of that, or more" in ANSWER
-    assert "has about half of that gain, or more" in PAGE
+    assert "gives about half of that." in ANSWER
+    assert "has about half of that gain" in PAGE
 
 
 def of_controls(arm):
@@ -242,7 +242,7 @@ def test_the_first_look_at_the_fixed_decoding():
         )
     row = r"\| UP-DAPO \| DAPO without its upper clip \| ([^,|]+, [^,|]+), undecided"
     found = re.search(row, PAGE)
-    assert found and f"and at one rate {found[1]} ([first look]" in ANSWER
+    assert found and f"and at one rate undecided, {found[1]} ([first look]" in ANSWER
 
 
 # ---- the bonus -----------------------------------------------------------------------
