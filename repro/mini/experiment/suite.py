@@ -51,7 +51,7 @@ def run_all(
     jobs: int,
     lock: int,
     hours: float = float("inf"),
-    train: str = TRAIN,
+    train: str = "",
     device: str = "cpu",
     ended: Callable[[], object] = lambda: None,
 ) -> list[str]:
