@@ -66,7 +66,7 @@ def run_all(
         jobs: runs at a time.
         lock: from `alone`.
         hours: no run is started after these; those that train are waited for.
-        train: the module that trains.
+        train: the module that trains, instead of TRAIN.
         device: as torch names it.
         ended: called whenever one more has ended.
 
@@ -87,7 +87,9 @@ def run_all(
         while running or (todo and time.monotonic() < end):
             while todo and len(running) < jobs and time.monotonic() < end:
                 name = todo.pop(0)
-                running[name] = _launch(out / name, wanted[name], lock, train, device)
+                running[name] = _launch(
+                    out / name, wanted[name], lock, train or TRAIN, device
+                )
             have_ended = [name for name, p in running.items() if p.poll() is not None]
             for name in have_ended:
                 failures += _finished(out / name, running.pop(name).returncode)
