@@ -322,3 +322,11 @@ def test_a_response_that_trains_in_neither_has_no_factor():
     theirs = [ours[0] / 2, rounding.flip(0)]
     quantity, a, b = diff._compare_weights(case, rows, ours, theirs)
     assert (quantity, a, b) == ("divisor", "2 times the other's", "1")
+
+
+def test_two_steps_in_which_no_token_trains_have_no_factor():
+    """As where each has a gradient of 0, of other parameters."""
+    case = CASES["micro/2/token-mean"]
+    rows = make_rows(case, make_model(case), 0)[:2]
+    zero = [torch.zeros(len(row.prompt) - 1 + len(row.trains)) for row in rows]
+    assert diff._compare_weights(case, rows, zero, zero) is None

@@ -262,7 +262,10 @@ def test_the_capacities_are_those_of_the_objectives():
     assert "0.0028" in description.capacity_text("dapo")  # README's example
 
 
-@pytest.mark.parametrize("name", ["m2po", "tpo", "kl_cov", "clip_cov", "aspo_code", "dapo", "gspo", "topr"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    ["m2po", "tpo", "kl_cov", "clip_cov", "aspo_code", "dapo", "gspo", "topr"],
+)
 def test_only_a_table_of_responses_has_a_heading_of_one_token(name):
     """Where one sentence says why there is no Cap, the heading is of no response."""
     page = show.page(describe(name))

@@ -546,7 +546,7 @@ def _first_difference(
     # a weight that the gradient does not determine is NaN
     ours = [w.nan_to_num(0) for w in read[0].weights]
     theirs = [w.nan_to_num(0) for w in read[1].weights]
-    return _compare_weights(case, rows, ours, theirs)
+    return _compare_weights(case, rows, ours, theirs) or through_objective
 
 
 @dataclass(frozen=True)
@@ -579,10 +579,11 @@ class _RowPair:
 
 def _compare_weights(
     case: Case, rows: Sequence[Row], ours: list[Tensor], theirs: list[Tensor]
-) -> tuple[str, str, str]:
+) -> tuple[str, str, str] | None:
     """Return the first quantity of the weights of tokens that differs, and its two
     values, in words: which tokens train, the weights within a response up to a factor,
-    the factors of the responses, and last the one factor of all.
+    the factors of the responses, and last the one factor of all. None where no token
+    trains in either, as in two gradients of 0.
 
     Args:
         case: the case.
@@ -601,6 +602,8 @@ def _compare_weights(
         if found := _find_weight_difference(case, pair, factor):
             return found
         factors.append(factor)
+    if not factors:
+        return None
     spread = max(factors) - min(factors)
     if spread > NEAR * max(map(abs, factors)):
         quantity = "divisor of a response"
