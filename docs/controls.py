@@ -395,7 +395,7 @@ def _against_each_control(against: dict[str, str]) -> str:
     effects = _family("equal")
     rows = []
     for control, row in zip(_others(effects), _rows(effects, *LEVELS), strict=True):
-        of_bases = [by_base(_of(effects, control, level)) for level in LEVELS]
+        of_bases = [by_base(effect_of(effects, control, level)) for level in LEVELS]
         gives = against.get(control, "DAPO itself is not a control")
         rows.append([*row, "; ".join(of_bases), gives])
     columns = ["control", *AT_LEVELS, "on each base, T = 1; top-p 0.9"]
@@ -415,8 +415,8 @@ def _rows(effects: list[Effect], first: str, second: str) -> list[list[str]]:
     """Return one row per control, with the effects on two numbers by their names."""
     rows = []
     for control in _others(effects):
-        of_control = [_of(effects, control, name) for name in (first, second)]
-        rows.append([NAMES[control], *map(_with_word, of_control)])
+        of_control = [effect_of(effects, control, name) for name in (first, second)]
+        rows.append([NAMES[control], *map(with_word, of_control)])
     return rows
 
 
@@ -425,7 +425,7 @@ def _others(effects: list[Effect]) -> list[str]:
     return list(dict.fromkeys(e.question.other for e in effects))
 
 
-def _of(effects: list[Effect], other: str, name: str) -> Effect:
+def effect_of(effects: list[Effect], other: str, name: str) -> Effect:
     """Return the effect on a number, by its name in the plan, against one arm."""
     (found,) = (
         e for e in effects if (e.question.other, e.question.name) == (other, name)
@@ -433,7 +433,7 @@ def _of(effects: list[Effect], other: str, name: str) -> Effect:
     return found
 
 
-def _with_word(e: Effect) -> str:
+def with_word(e: Effect) -> str:
     """Return the effect with its word, or why there is none."""
     if e.word in ("not finished", "out of reach"):
         return e.word

@@ -3,6 +3,7 @@
 docs/findings.md.
 """
 
+from docs.controls import effect_of
 from repro.mini.experiment import plan, records
 from repro.mini.experiment.effects import Effect
 from repro.mini.experiment.words import shown
@@ -37,17 +38,11 @@ def text() -> str:
     registered = plan.load("faults")
     found = registered.effects(records.load(registered.results))
     rows = [
-        [words, *(_cost(_of(found, arm, metric)) for metric in METRICS)]
+        [words, *(_cost(effect_of(found, arm, metric)) for metric in METRICS)]
         for arm, words in MISTAKES.items()
     ]
     assert {e.question.other for e in found} == set(MISTAKES)
     return table(["mistake", *METRICS.values()], rows)
-
-
-def _of(found: list[Effect], arm: str, metric: str) -> Effect:
-    """Return the effect of a mistake on one metric."""
-    (one,) = (e for e in found if (e.question.other, e.question.name) == (arm, metric))
-    return one
 
 
 def _cost(effect: Effect) -> str:

@@ -10,7 +10,7 @@ records no longer support the words.
 
 from functools import cache
 
-from docs.controls import AT_LEVELS, LEVELS
+from docs.controls import AT_LEVELS, LEVELS, effect_of, with_word
 from repro.mini.experiment import effects as engine, plan, records
 from repro.mini.experiment.answer import answer
 from repro.mini.experiment.effects import Effect
@@ -84,7 +84,7 @@ def at_one_rate() -> str:
     Best@32 at the Avg@32 of T = 1, 16 rollouts stale.
     """
     _, effects, _ = _load()
-    both = [_of(effects["clip"], "dapo_no_upper_clip", level) for level in LEVELS]
+    both = [effect_of(effects["clip"], "dapo_no_upper_clip", level) for level in LEVELS]
     assert {e.word for e in both} == {"undecided"}
     look = "[first look](docs/findings.md#the-second-controls)"
     return f"undecided, {shown(both[0])} ({look})"
@@ -96,7 +96,7 @@ def share_of_the_clip() -> float:
     """
     _, effects, _ = _load()
     gain, beyond = (
-        _of(effects["fixed"], other, "best/top_p_0.7").mean
+        effect_of(effects["fixed"], other, "best/top_p_0.7").mean
         for other in ("dapo", "dapo_no_upper_clip")
     )
     return 1 - beyond / gain
@@ -152,9 +152,9 @@ def _equal_table(effects: list[Effect]) -> str:
         by_pair.setdefault((e.question.first, e.question.other), []).append(e)
     rows = []
     for (first, other), of_pair in by_pair.items():
-        at_levels = [_of(of_pair, other, level) for level in LEVELS]
+        at_levels = [effect_of(of_pair, other, level) for level in LEVELS]
         on_bases = "; ".join(map(by_base, at_levels))
-        rows.append([NAMES[first], NAMES[other], *map(_with_word, at_levels), on_bases])
+        rows.append([NAMES[first], NAMES[other], *map(with_word, at_levels), on_bases])
     columns = ["", "minus", *AT_LEVELS, "on each base, T = 1; top-p 0.9"]
     return table(columns, rows)
 
@@ -170,22 +170,9 @@ def _fixed_table(effects: list[Effect]) -> str:
     """Return a table with a row for each arm that UP-DAPO is compared with."""
     rows = []
     for other in dict.fromkeys(e.question.other for e in effects):
-        of_numbers = [_with_word(_of(effects, other, name)) for name in FIXED]
+        of_numbers = [with_word(effect_of(effects, other, name)) for name in FIXED]
         rows.append([NAMES[other], *of_numbers])
     return table(["UP-DAPO minus", *FIXED.values()], rows)
-
-
-def _of(effects: list[Effect], other: str, name: str) -> Effect:
-    """Return the effect on a number, by its name in the plan, against one arm."""
-    (found,) = (
-        e for e in effects if (e.question.other, e.question.name) == (other, name)
-    )
-    return found
-
-
-def _with_word(e: Effect) -> str:
-    """Return an effect and its word; the word alone where there is no interval."""
-    return shown(e) if shown(e) == e.word else f"{shown(e)}, {e.word}"
 
 
 @cache
