@@ -10,7 +10,7 @@ records no longer support the words.
 
 from functools import cache
 
-from docs.controls import AT_LEVELS, LEVELS, effect_of, with_word
+from docs.controls import ANSWERS, AT_LEVELS, LEVELS, effect_of, with_word
 from repro.mini.experiment import effects as engine, plan, records
 from repro.mini.experiment.answer import answer
 from repro.mini.experiment.effects import Effect
@@ -39,11 +39,11 @@ FIXED = {  # the numbers at the two fixed decodings
 
 
 def text() -> str:
-    """Return the look that was taken, and its effects as tables; before the first look
-    only how far the runs are.
+    """Return the last look that was taken, and its effects as tables; before the first
+    look only how far the runs are.
     """
     registered, effects, progress = _load()
-    first, final = registered.stopping["first"], registered.stopping["final"]
+    first = registered.stopping["first"]
     at_equal = [e for name in AT_EQUAL_AVERAGE for e in effects[name]]
     if any(e.word == "not finished" for e in at_equal):
         return (
@@ -51,23 +51,20 @@ def text() -> str:
             "is known."
         )
     every = [e for of_family in effects.values() for e in of_family]
-    verdict = answer(registered, every)
-    assert {e.n for e in at_equal} == {first["seeds"]}, "write of the final look"
+    verdict = ANSWERS[answer(registered, every)]
     return "\n".join(
         [
-            f"The registered answer at the first of two looks, {first['seeds']} of {final['seeds']} seeds: **{verdict}**. "
-            "It rests on the first two rows, the primary family; the other rows are secondary. A first look has "
-            f"[little power](../repro/mini/controls2/power.md) for effects as large as the margins. {progress}",
+            f"The registered answer at {_which_look()}: **{verdict}**. It rests on the first two rows, the primary "
+            f"family; the other rows are secondary.{_power()} {progress}",
             "",
             "Best@32 at equal Avg@32, 16 rollouts stale, in points. Where no rate is named it is 1e-4. The margins are 1 "
-            "and 1.8, half of UP-DAPO's gain on DAPO in the first controls. The intervals of a first look have "
-            f"{100 * (1 - first['level']):g} % for each family; both looks together have 95 %.",
+            "and 1.8, half of UP-DAPO's gain on DAPO in the first controls. The intervals of the first look have "
+            f"{_percent('first')} for each family, and those of the final look {_percent('final')}; both looks together "
+            "have 95 %.",
             "",
             _equal_table(at_equal),
             "",
             _bonuses(),
-            "",
-            _fresh(effects["fresh"]),
             "",
             "At the two fixed decodings, 16 rollouts stale, in points. The margins are 4 for Best@32 and 2 for Avg@32. A "
             "method may gain here in Best@32 what it loses in Avg@32:",
@@ -75,8 +72,57 @@ def text() -> str:
             _fixed_table(effects["fixed"]),
             "",
             _norms(),
+            "",
+            _fresh(effects["fresh"], effects["fresh_fixed"]),
         ]
     )
+
+
+def _seeds_of_look() -> int:
+    """Return how many seeds the last look at stale data has.
+
+    Raises:
+        AssertionError: an effect at equal Avg@32 has another number of them.
+    """
+    registered, effects, _ = _load()
+    counts = {e.n for name in AT_EQUAL_AVERAGE for e in effects[name]}
+    (seeds,) = counts
+    assert seeds in (
+        registered.stopping["first"]["seeds"],
+        registered.stopping["final"]["seeds"],
+    )
+    return seeds
+
+
+def _is_final() -> bool:
+    """Return whether the last look at stale data is the final one."""
+    registered, _, _ = _load()
+    return _seeds_of_look() == registered.stopping["final"]["seeds"]
+
+
+def _which_look() -> str:
+    """Return the name of the last look, with its seeds."""
+    registered, _, _ = _load()
+    final = registered.stopping["final"]["seeds"]
+    if _is_final():
+        return f"the final look, with {final} seeds"
+    return f"the first of two looks, with {_seeds_of_look()} of {final} seeds"
+
+
+def _power() -> str:
+    """Return a sentence on the power of a first look; "" at the final one."""
+    if _is_final():
+        return ""
+    return (
+        " A first look has [little power](../repro/mini/controls2/power.md) for effects "
+        "as large as the margins."
+    )
+
+
+def _percent(look: str) -> str:
+    """Return the level of the intervals of a look, "first" or "final", as words."""
+    registered, _, _ = _load()
+    return f"{100 * (1 - registered.stopping[look]['level']):g} %"
 
 
 def at_one_rate() -> str:
@@ -86,8 +132,9 @@ def at_one_rate() -> str:
     _, effects, _ = _load()
     both = [effect_of(effects["clip"], "dapo_no_upper_clip", level) for level in LEVELS]
     assert {e.word for e in both} == {"undecided"}
-    look = "[first look](docs/findings.md#the-second-controls)"
-    return f"undecided, {shown(both[0])} ({look})"
+    look = "final look" if _is_final() else "first look"
+    of_page = f"[{look}](docs/findings.md#the-second-controls)"
+    return f"undecided, {shown(both[0])} ({of_page})"
 
 
 def share_of_the_clip() -> float:
@@ -115,7 +162,7 @@ def _bonuses() -> str:
             effect = engine.plain(
                 difference(level, arm, "dapo", GROUP),
                 registered.runs(known),
-                registered.main["seeds"],
+                registered.main["seeds"][: _seeds_of_look()],
                 registered.group(GROUP)["bases"],
             )
             assert effect.low < 0 < effect.high
@@ -132,9 +179,10 @@ def _norms() -> str:
     """Return the largest norm of a gradient in any run of three arms, as a sentence."""
     registered, _, _ = _load()
     known = records.load(registered.results)
+    seeds = registered.main["seeds"][: _seeds_of_look()]
     largest: dict[str, float] = {}
-    for (arm, group, _, _), run in registered.runs(known).items():
-        if group == GROUP:
+    for (arm, group, _, seed), run in registered.runs(known).items():
+        if group == GROUP and seed in seeds:
             norm = max(run["steps"]["grad_norm_max"])
             largest[arm] = max(norm, largest.get(arm, 0.0))
     assert largest["dapo_no_upper_clip"] < 2 * largest["dapo"]
@@ -159,11 +207,27 @@ def _equal_table(effects: list[Effect]) -> str:
     return table(columns, rows)
 
 
-def _fresh(effects: list[Effect]) -> str:
-    """Return the effects on fresh data as a table, or that they have no look yet."""
+def _fresh(effects: list[Effect], fixed: list[Effect]) -> str:
+    """Return the effects on fresh data as tables, or that they have no look yet.
+
+    Args:
+        effects: at equal Avg@32.
+        fixed: at the two fixed decodings.
+    """
     if any(e.word == "not finished" for e in effects):
         return "On fresh data, with 16 updates a rollout, no look is due yet."
-    return f"On fresh data, with 16 updates a rollout:\n\n{_equal_table(effects)}"
+    return "\n".join(
+        [
+            "On fresh data, with 16 updates a rollout, Best@32 at equal Avg@32, in points, with the margins of the first "
+            "table:",
+            "",
+            _equal_table(effects),
+            "",
+            "On fresh data at the two fixed decodings, in points:",
+            "",
+            _fixed_table(fixed),
+        ]
+    )
 
 
 def _fixed_table(effects: list[Effect]) -> str:

@@ -48,7 +48,7 @@ def clipped(
     clip: float = 0.2,
     scale: float = 0.5,
 ) -> PerToken:
-    """Return c max((V - R)², (V_clip - R)²), V_clip = V_old + clip(V - V_old, -ε, ε): PPO's value loss.
+    """Return c max((V - R)², (V_clip - R)²), V_clip = V_old + clip(V - V_old, -ε, ε): OpenAI Baselines, verl, TRL.
 
     Args:
         values: V, [B, T]; gradients flow into it alone.

@@ -33,7 +33,7 @@ def _markdown_rows(shown: list[str]) -> str:
     """Return the Markdown table of these objectives, a row for each."""
     rows = []
     for o in map(find_description, shown):
-        J = o.equation.splitlines()[0].replace("|", "\\|")
+        J = " ".join(o.equation.splitlines()).replace("|", "\\|")
         paper = o.paper + (" †" if o.known_from else "")
         trainers = len(catalog.trainers().get(o.name, [])) or ""
         rows.append([f"`{o.name}`", f"`{J}`", o.level, o.agg, paper, trainers])

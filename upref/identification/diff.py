@@ -246,7 +246,7 @@ def _quantities(boxes: Sequence[BlackBox], tol: float) -> Iterator[Quantity]:
     """
     trains, other_trains = (_trained_tokens(box) for box in boxes)
     masks_differ = not torch.equal(trains, other_trains)
-    of_batch = "tokens of a batch on policy train"
+    of_batch = "tokens train, in a batch on policy"
     a = f"{int(trains.sum())} {of_batch}"
     b = f"{int(other_trains.sum())} {of_batch}"
     yield Quantity("mask", masks_differ, a, b)

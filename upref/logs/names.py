@@ -45,7 +45,11 @@ SCALARS: dict[str, Scalar] = {
         ("kl_loss", "actor/kl_loss", "policy/policy_kl"),
     ),
     "kl": Scalar("a KL to the reference, by k1, k2 or k3", "any", ("kl", "kl_penalty")),
-    "kl_k3": Scalar("a KL to the reference by k3", "at least 0", ()),
+    "kl_k3": Scalar(
+        "a KL to the reference by k3, which TRL's default multiplies by the ratio",
+        "at least 0",
+        (),
+    ),
     "kl_old": Scalar(
         "the mean of log π_old - log π_θ", "any", ("ppo_kl", "actor/ppo_kl")
     ),

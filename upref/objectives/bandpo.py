@@ -67,7 +67,7 @@ def band(log_mu, delta):
     + SCRIPTS,
 )
 def bandpo_kl(lp, lp_old, A, *, delta=0.05, c=None):
-    """J = E 1/G Σ_i 1/|o_i| Σ_t min(r A, clip(r, low(mu), high(mu)) A),  mu f(r) + (1-mu) f((1-mu r)/(1-mu)) = δ"""
+    """J = E 1/G Σ_i 1/|o_i| Σ_t min(r A, clip(r, low, high) A),  mu f(r) + (1-mu) f((1-mu r)/(1-mu)) = δ, f(u) = -log u"""
     low, high = band(lp_old, delta)
     r = dual_clip(exp(lp - lp_old), A, c)
     return minimum(r * A, clip(r, low, high) * A)
@@ -88,7 +88,7 @@ def bandpo_kl_weight(r, A, log_mu, *, delta, c):
     + SCRIPTS,
 )
 def bandpo_chi2(lp, lp_old, A, *, delta=0.05, c=None):
-    """J = E 1/G Σ_i 1/|o_i| Σ_t min(r A, clip(r, low(mu), high(mu)) A),  mu f(r) + (1-mu) f((1-mu r)/(1-mu)) = δ"""
+    """J = E 1/G Σ_i 1/|o_i| Σ_t min(r A, clip(r, low, high) A),  mu f(r) + (1-mu) f((1-mu r)/(1-mu)) = δ, f(u) = (u-1)²"""
     mu = exp(lp_old)
     reach = sqrt(delta * maximum(-expm1(lp_old), 0) / mu)
     low, high = maximum(1 - reach, 0), minimum(1 + reach, 1 / mu)
@@ -112,7 +112,7 @@ def bandpo_chi2_weight(r, A, mu, *, delta, c):
     + SCRIPTS,
 )
 def bandpo_tv(lp, lp_old, A, *, delta=0.05, c=None):
-    """J = E 1/G Σ_i 1/|o_i| Σ_t min(r A, clip(r, low(mu), high(mu)) A),  mu f(r) + (1-mu) f((1-mu r)/(1-mu)) = δ"""
+    """J = E 1/G Σ_i 1/|o_i| Σ_t min(r A, clip(r, low, high) A),  mu f(r) + (1-mu) f((1-mu r)/(1-mu)) = δ, f(u) = |u-1|/2"""
     mu = exp(lp_old)
     low, high = maximum(1 - delta / mu, 0), minimum(1 + delta / mu, 1 / mu)
     r = dual_clip(exp(lp - lp_old), A, c)

@@ -35,7 +35,8 @@ def cispo_weight(r, A, *, eps_high):
         "eps_low": "verl 0.9.1 ActorConfig.clip_ratio_low: 0.2; its example sets 10 to make the floor inert",
         "eps_high": "verl 0.9.1 ActorConfig.clip_ratio_high: 0.2",
     },
-    note="Two-sided: also the small weights are lifted.",
+    note="Two-sided: also the small weights are lifted. "
+    "Without group ids the whole batch counts as one group, which is what verl computes.",
 )
 def cispo_verl(lp, lp_old, A, *, eps_low=0.2, eps_high=0.2):
     """J = E 1/Σ_i|o_i| Σ_i Σ_t sg(clip(r, 1-ε_low, 1+ε_high)) A_i log π_θ"""

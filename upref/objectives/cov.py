@@ -44,8 +44,9 @@ def drawn(cov, mask, among, share, seed):
     adv="group_norm",
     known_from="the authors' core_algos.py, verl's kl_cov",
     defaults={
-        "share": "0.0002: verl 0.9.1 PolicyLossConfig.kl_cov_ratio",
-        "coef": "1.0: the authors' recipe/dapo/7b_kl_cov.sh, ppo_kl_coef=1; verl's ActorConfig has 0.1",
+        "share": "0.0002: verl 0.9.1 PolicyLossConfig.kl_cov_ratio; the authors' 32b_kl_cov.sh has it too, "
+        "their 7b_kl_cov.sh has 0.002",
+        "coef": "1.0: the authors' recipe/dapo/7b_kl_cov.sh, ppo_kl_coef=1; verl's PolicyLossConfig has 0.1",
     },
     not_symbolic="it sorts the tokens of the whole batch",
     batch_coupled="which tokens are penalized depends on the whole batch",
@@ -53,7 +54,7 @@ def drawn(cov, mask, among, share, seed):
     note="No clip at all. The penalty has no gradient at r = 1, so that it is inert on policy. Ties go together.",
 )
 def kl_cov(lp, lp_old, A, mask, *, share=0.0002, coef=1.0):
-    """J = E 1/Σ_i|o_i| Σ_i Σ_t { r A - k |log r| [Cov_t among the largest] },  Cov_t = (A - Ā)(log π_θ - mean)"""
+    """J = E 1/Σ_i|o_i| Σ_i Σ_t { r A - coef |log r| [Cov_t among the largest] },  Cov_t = (A - Ā)(log π_θ - mean)"""
     penalized = largest(covariance(lp, A, mask), mask, share)
     return exp(lp - lp_old) * A - when(penalized, coef * abs(lp - lp_old))
 

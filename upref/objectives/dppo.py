@@ -47,7 +47,7 @@ def dppo_kl_weight(log_r, A, log_mu, *, delta):
 
 @objective(**VERL, eq="23, as coded in verl 0.9.1, loss_mode dppo_kl")
 def dppo_kl_verl(lp, lp_old, A, *, delta=0.2, trunc=3.0):
-    """J = E 1/Σ_i|o_i| Σ_t M_t sg(min(r, C)) A_t log π_θ"""
+    """J = E 1/Σ_i|o_i| Σ_i Σ_t M_t sg(min(r, C)) A_t log π_θ"""
     M = (binary_kl(lp, lp_old) <= delta) | (where(A > 0, lp - lp_old, lp_old - lp) <= 0)
     return when(M, sg(minimum(exp(lp - lp_old), trunc)) * A) * lp
 
@@ -83,7 +83,7 @@ def dppo_tv_weight(log_r, A, log_mu, *, delta):
 
 @objective(**VERL, eq="23, as coded in verl 0.9.1, loss_mode dppo_tv")
 def dppo_tv_verl(lp, lp_old, A, *, delta=0.2, trunc=3.0):
-    """J = E 1/Σ_i|o_i| Σ_t M_t sg(min(r, C)) A_t log π_θ"""
+    """J = E 1/Σ_i|o_i| Σ_i Σ_t M_t sg(min(r, C)) A_t log π_θ"""
     gain = exp(lp) - exp(lp_old)
     M = where(A > 0, gain, -gain) <= delta
     return when(M, sg(minimum(exp(lp - lp_old), trunc)) * A) * lp

@@ -15,7 +15,8 @@ from upref.ops import exp, inf, maximum, minimum, sg, when, where
         "eps_high": "0.28: the same script, clip_ratio_high=0.28",
         "c": "None: the formula has none; the authors' code kills A < 0, r > c with c = 3, their scripts with 10",
     },
-    note="DAPO's value with a gradient that survives the clip: out of the window the weight is the bound, never 0.",
+    note="DAPO's value with a gradient that survives the clip: out of the window the weight is the bound, never 0. "
+    "Without group ids the whole batch counts as one group, which is what the authors' code computes.",
 )
 def gppo(lp, lp_old, A, *, eps_low=0.2, eps_high=0.28, c=None):
     """J = min(r A, clip(r, (1-ε_low)/sg(r) r, (1+ε_high)/sg(r) r) A), 1/Σ_i|o_i| Σ_i Σ_t of it"""

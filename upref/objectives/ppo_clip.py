@@ -13,6 +13,7 @@ from upref.ops import clip, dual_clip, exp, inf, minimum, when, where
         "eps": 'schulman2017proximal Sec. 3: "where epsilon is a hyperparameter, say, ε = 0.2"',
         "c": NO_DUAL_CLIP,
     },
+    note="The paper's advantage is GAE, from a critic. Here each response has one reward, and `whiten` takes its place.",
 )
 def ppo_clip(lp, lp_old, A, *, eps=0.2, c=None):
     """J = Ê_t min(r_t A_t, clip(r_t, 1-ε, 1+ε) A_t)"""

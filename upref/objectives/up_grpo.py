@@ -61,7 +61,7 @@ up_grpo_anchored.with_weight(up_grpo.closed_form)
     known_from="the pull request's description and a public copy of its compute_policy_loss_up",
     defaults={
         "eps": "0.2: verl's ActorConfig.clip_ratio",
-        "c": "3.0: verl's ActorConfig.clip_ratio_c, which verl's losses always apply",
+        "c": "3.0: verl's ActorConfig.clip_ratio_c, which verl's vanilla loss always applies",
     },
     note="up_grpo_anchored with a dual clip and verl's default aggregation; the KL term is verl's own.",
 )

@@ -379,7 +379,7 @@ def not_checked(case: LossCase) -> list[str]:
         names = ", ".join(case.loss.never_given)
         out.append(f"what it makes of {names}, which its trainer may give it")
     if "group" not in case.loss.reads and case.objective.agg == "group-token-mean":
-        out.append("the mean of each prompt (it takes no group ids)")
+        out.append("the mean within each prompt (the loss takes no group ids)")
     if case.loss.left_to_caller:
         out.append(case.loss.left_to_caller)
     return out

@@ -584,7 +584,7 @@ def _left_out(loss: Loss, objective: Objective | None) -> tuple[str, ...]:
     left_out = [loss.left_to_caller] if loss.left_to_caller else []
     by_prompt = objective is not None and objective.agg == "group-token-mean"
     if by_prompt and "group" not in loss.reads:
-        left_out.append("the mean of each prompt (it takes no group ids)")
+        left_out.append("the mean within each prompt (the loss takes no group ids)")
     return tuple(left_out)
 
 
