@@ -36,14 +36,15 @@ def text() -> str:
     _assert_fresh_data()
     least, most = without_lag.gain(16)
     words = (
-        "**On stale data UP beats DAPO at Best@32 (right at least once in 32 tries), not "
+        "**On stale data UP beats DAPO at Best@32 (right at least once in 32), not "
         "on average. Dropping DAPO's upper clip gives about half of that.** Tiny "
         f"transformers, number puzzles, {len(stale.seeds())} [seeds](docs/glossary.md#results), "
         f"[preregistered]({RESULTS}/report.md); no language model. "
         "16 [rollouts](docs/glossary.md#a-token-and-its-gradient) stale, "
         "[top-p 0.7](docs/findings.md#the-words): Best@32 "
-        f"{shown(gain)}, average {shown(average)}. Fresh data: no gain shown at 8 "
-        f"updates a rollout, [{least:+.0f} to {most:+.0f} at 16](docs/findings.md#without-a-lag). "
+        f"{shown(gain)} points, average {shown(average)}. Fresh data: no gain shown at 8 updates a rollout; at 16 "
+        f"[{least:+.0f} to {most:+.0f}](docs/findings.md#without-a-lag) in one experiment, "
+        f"{second_controls.on_fresh_data()}. "
         f"{controls.at_equal_average(second_controls.at_one_rate())} [Evidence](docs/findings.md)."
     )
     count = len(re.sub(r"\]\([^)]*\)", "]", words).split())

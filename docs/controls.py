@@ -79,10 +79,9 @@ def at_equal_average(at_one_rate: str) -> str:
     assert _largest_norm("dapo_no_upper_clip") < _largest_norm("dapo")
     return (
         "Stale, Best@32 at [equal average](repro/mini/controls/README.md): UP minus DAPO "
-        f"{dapo}; minus DAPO with entropy bonus ({bonus:g}) {with_bonus}; minus DAPO "
-        f"without upper clip, at half UP's learning rate, {without_clip}, and at one rate "
-        f"{at_one_rate}. The paper's run without that clip explodes; ours do "
-        "not."
+        f"{dapo}; with entropy bonus ({bonus:g}) {with_bonus}; without upper clip "
+        f"{without_clip} at half UP's learning rate, {at_one_rate} at UP's. The paper's "
+        "run without it explodes, unlike ours."
     )
 
 

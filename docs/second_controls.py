@@ -134,7 +134,7 @@ def at_one_rate() -> str:
     assert {e.word for e in both} == {"undecided"}
     look = "final look" if _is_final() else "first look"
     of_page = f"[{look}](docs/findings.md#the-second-controls)"
-    return f"undecided, {shown(both[0])} ({of_page})"
+    return f"{shown(both[0])}, undecided ({of_page})"
 
 
 def share_of_the_clip() -> float:
@@ -223,11 +223,53 @@ def _fresh(effects: list[Effect], fixed: list[Effect]) -> str:
             "",
             _equal_table(effects),
             "",
+            _fresh_words(effects),
+            "",
             "On fresh data at the two fixed decodings, in points:",
             "",
             _fixed_table(fixed),
         ]
     )
+
+
+def _fresh_words(effects: list[Effect]) -> str:
+    """Return what a reader of the effects at equal Avg@32 on fresh data must know, as
+    sentences.
+    """
+    _, of_family, _ = _load()
+    (gain,) = (e for e in effects if e.word == "gains")
+    assert effect_of(effects, "dapo", LEVELS[0]) == gain
+    on_one_base, on_the_other = gain.by_base
+    assert on_one_base > 10 * on_the_other > 0
+    spreads, spreads_when_stale = (
+        [_spreads(family, level) for level in LEVELS]
+        for family in (effects, of_family["clip"])
+    )
+    return (
+        "The one gain comes almost wholly from one of the two bases. Over seeds these effects vary more than those on "
+        f"stale data: their standard deviations are {spreads[0]} and {spreads[1]} points at the two levels, those of the "
+        f"primary family {spreads_when_stale[0]} and {spreads_when_stale[1]}. The plan counted its seeds for the smaller "
+        "ones, so the final look may leave these effects undecided too."
+    )
+
+
+def _spreads(effects: list[Effect], level: str) -> str:
+    """Return the largest standard deviation of the effects at a level over the seeds,
+    as words.
+    """
+    deviations = [e.sd for e in effects if e.question.name == level]
+    return f"up to {max(deviations):.1f}"
+
+
+def on_fresh_data() -> str:
+    """Return UP-DAPO minus DAPO in Best@32 at top-p 0.7, on fresh data with 16 updates a
+    rollout, as README has it.
+    """
+    _, effects, _ = _load()
+    best = effect_of(effects["fresh_fixed"], "dapo", "best/top_p_0.7")
+    assert best.word == "undecided"
+    of_page = "[another](docs/findings.md#the-second-controls)"
+    return f"undecided, {shown(best)}, in {of_page}"
 
 
 def _fixed_table(effects: list[Effect]) -> str:

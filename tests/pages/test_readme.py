@@ -39,7 +39,7 @@ EXPLAINED = {
     "DAPO": "implements these losses anew: PPO, GRPO, DAPO",
     "advantage": "(its advantage *A* is above 0)",
     "response": "an answer that the policy wrote",
-    "weight": "does not push it (its *weight* is 0)",
+    "weight": "This loss does not: its *weight* is 0",
     "slime": "the frameworks NeMo-RL, slime and miles",
     "Cap": "is the room left",
     "dual clip": "(no gradient where A < 0 and r > c)",
