@@ -10,11 +10,14 @@ records no longer support the words.
 
 from functools import cache
 
+import numpy as np
+from scipy.stats import t
+
 from docs.controls import ANSWERS, AT_LEVELS, LEVELS, effect_of, with_word
 from repro.mini.experiment import effects as engine, plan, records
 from repro.mini.experiment.answer import answer
 from repro.mini.experiment.effects import Effect
-from repro.mini.experiment.questions import difference
+from repro.mini.experiment.questions import curve, decoding_name, difference
 from repro.mini.experiment.words import by_base, shown
 from upref.markdown import table
 
@@ -29,6 +32,7 @@ NAMES = {
     "dapo_bonus_0_01": "DAPO with an entropy bonus of 0.01",
 }
 BONUSES = ("dapo_bonus_0_003", "dapo_bonus_0_01")
+PAGE = "docs/findings.md#the-second-controls"
 AT_EQUAL_AVERAGE = ("clip", "clip_rates", "clip_slow", "bonus")  # families
 FIXED = {  # the numbers at the two fixed decodings
     "best/top_p_0.7": "Best@32, top-p 0.7",
@@ -55,7 +59,7 @@ def text() -> str:
     return "\n".join(
         [
             f"The registered answer at {_which_look()}: **{verdict}**. It rests on the first two rows, the primary "
-            f"family; the other rows are secondary.{_power()} {progress}",
+            f"family; the other rows are secondary.{_power()} {progress}{_between_looks()}",
             "",
             "Best@32 at equal Avg@32, 16 rollouts stale, in points. Where no rate is named it is 1e-4. The margins are 1 "
             "and 1.8, half of UP-DAPO's gain on DAPO in the first controls. The intervals of the first look have "
@@ -115,7 +119,19 @@ def _power() -> str:
         return ""
     return (
         " A first look has [little power](../repro/mini/controls2/power.md) for effects "
-        "as large as the margins."
+        "at equal Avg@32 as large as the margins."
+    )
+
+
+def _between_looks() -> str:
+    """Return what becomes of runs of later seeds than the first look has; "" at the
+    final one.
+    """
+    if _is_final():
+        return ""
+    return (
+        f" Runs of later seeds than the first {_seeds_of_look()} change nothing here before the final look: until then "
+        "every effect is that of the first."
     )
 
 
@@ -126,15 +142,13 @@ def _percent(look: str) -> str:
 
 
 def at_one_rate() -> str:
-    """Return UP-DAPO minus DAPO without its upper clip, both at 1e-4, as README has it:
-    Best@32 at the Avg@32 of T = 1, 16 rollouts stale.
+    """Return the word on UP-DAPO minus DAPO without its upper clip, both at 1e-4, as
+    README has it: Best@32 at equal Avg@32, 16 rollouts stale.
     """
     _, effects, _ = _load()
     both = [effect_of(effects["clip"], "dapo_no_upper_clip", level) for level in LEVELS]
     assert {e.word for e in both} == {"undecided"}
-    look = "final look" if _is_final() else "first look"
-    of_page = f"[{look}](docs/findings.md#the-second-controls)"
-    return f"{shown(both[0])}, undecided ({of_page})"
+    return f"[undecided]({PAGE}) after {_seeds_of_look()} seeds"
 
 
 def share_of_the_clip() -> float:
@@ -218,8 +232,8 @@ def _fresh(effects: list[Effect], fixed: list[Effect]) -> str:
         return "On fresh data, with 16 updates a rollout, no look is due yet."
     return "\n".join(
         [
-            "On fresh data, with 16 updates a rollout, Best@32 at equal Avg@32, in points, with the margins of the first "
-            "table:",
+            f"On fresh data, with 16 updates a rollout, at the first look, {effects[0].n} seeds. These families are "
+            "secondary. Best@32 at equal Avg@32, in points, with the margins of the first table:",
             "",
             _equal_table(effects),
             "",
@@ -239,37 +253,88 @@ def _fresh_words(effects: list[Effect]) -> str:
     _, of_family, _ = _load()
     (gain,) = (e for e in effects if e.word == "gains")
     assert effect_of(effects, "dapo", LEVELS[0]) == gain
-    on_one_base, on_the_other = gain.by_base
-    assert on_one_base > 10 * on_the_other > 0
-    spreads, spreads_when_stale = (
-        [_spreads(family, level) for level in LEVELS]
-        for family in (effects, of_family["clip"])
+    assert gain.by_base[0] > gain.by_base[1]  # and on stale data the other way around
+    when_stale = effect_of(of_family["clip"], "dapo", LEVELS[0])
+    assert when_stale.by_base[0] < when_stale.by_base[1]
+    at_equal = [e for name in AT_EQUAL_AVERAGE for e in of_family[name]] + effects
+    others = [abs(_correction(e)) for e in at_equal if e is not gain]
+    assert max(others) < 0.25 < 1 < _correction(gain)
+    plain = _curve_distances(gain)
+    assert np.mean(plain) < (gain.high - gain.low) / 2
+    best, average = (
+        effect_of(of_family["fresh_fixed"], "dapo", name)
+        for name in ("best/t_1", "avg/t_1")
     )
-    return (
-        "The one gain comes almost wholly from one of the two bases. Over seeds these effects vary more than those on "
-        f"stale data: their standard deviations are {spreads[0]} and {spreads[1]} points at the two levels, those of the "
-        f"primary family {spreads_when_stale[0]} and {spreads_when_stale[1]}. The plan counted its seeds for the smaller "
-        "ones, so the final look may leave these effects undecided too."
+    spreads = [_largest_spread(effects, level) for level in LEVELS]
+    fragile = (
+        "The one gain is fragile. The registered rule averages jackknife values, which "
+        f"correct for bias; here the correction is {_correction(gain):+.1f} points, and at "
+        f"most {max(others):.1f} in every other row at equal Avg@32. The distance of the "
+        f"two curves themselves is {np.mean(plain):+.1f} ({plain[0]:+.1f} and "
+        f"{plain[1]:+.1f} on the two bases), and an interval of the same width around it "
+        f"holds 0 (not registered). At T = 1, where Avg@32 differs by {average.mean:+.1f}, "
+        f"Best@32 differs by {shown(best)}. The gain comes almost wholly from one base, "
+        "and not from the one with most of the gains on stale data."
     )
+    halves = [_half_at_the_end(spread) for spread in spreads]
+    spread_words = (
+        "Over seeds these effects vary about twice as much as planned: their standard "
+        f"deviations are up to {spreads[0]:.1f} and {spreads[1]:.1f} points at the two "
+        "levels, and the plan took [those of the first "
+        "controls](../repro/mini/controls2/power.md). If that stays so, half an interval "
+        f"is about {halves[0]:.1f} and {halves[1]:.1f} points at the final look, more than "
+        "the margins: *no difference* will hardly be possible."
+    )
+    return f"{fragile}\n\n{spread_words}"
 
 
-def _spreads(effects: list[Effect], level: str) -> str:
-    """Return the largest standard deviation of the effects at a level over the seeds,
-    as words.
+def _curve_distances(e: Effect) -> list[float]:
+    """Return the distance of the two curves of an effect at equal Avg@32, on each base,
+    without the correction of the jackknife.
     """
-    deviations = [e.sd for e in effects if e.question.name == level]
-    return f"up to {max(deviations):.1f}"
+    registered, _, _ = _load()
+    runs = registered.runs(records.load(registered.results))
+    seeds = registered.main["seeds"][: e.n]
+    q = e.question
+    distances = []
+    for base in registered.group(q.group)["bases"]:
+        first, other = (
+            np.stack([curve(runs[arm, q.group, base, seed]) for seed in seeds])
+            for arm in (q.first, q.other)
+        )
+        decodings = runs[q.first, q.group, base, seeds[0]]["settings"]["decodings"]
+        at = [decoding_name(top_p) for top_p in decodings].index(q.decoding)
+        distances.append(engine.at_equal_avg(first, other, at))
+    return distances
 
 
-def on_fresh_data() -> str:
+def _correction(e: Effect) -> float:
+    """Return what the jackknife adds to the distance of the two curves, in points."""
+    return float(e.mean - np.mean(_curve_distances(e)))
+
+
+def _largest_spread(effects: list[Effect], level: str) -> float:
+    """Return the largest standard deviation of the effects at a level over the seeds."""
+    return max(e.sd for e in effects if e.question.name == level)
+
+
+def _half_at_the_end(spread: float) -> float:
+    """Return half of the interval that the final look would have, from the standard
+    deviation over the seeds.
+    """
+    registered, effects, _ = _load()
+    final = registered.stopping["final"]
+    level = final["level"] / len(effects["fresh"])
+    seeds = final["seeds"]
+    return float(t.ppf(1 - level / 2, seeds - 1) * spread / np.sqrt(seeds))
+
+
+def on_fresh_data() -> Effect:
     """Return UP-DAPO minus DAPO in Best@32 at top-p 0.7, on fresh data with 16 updates a
-    rollout, as README has it.
+    rollout.
     """
     _, effects, _ = _load()
-    best = effect_of(effects["fresh_fixed"], "dapo", "best/top_p_0.7")
-    assert best.word == "undecided"
-    of_page = "[another](docs/findings.md#the-second-controls)"
-    return f"undecided, {shown(best)}, in {of_page}"
+    return effect_of(effects["fresh_fixed"], "dapo", "best/top_p_0.7")
 
 
 def _fixed_table(effects: list[Effect]) -> str:

@@ -60,16 +60,18 @@ def rows() -> tuple[Row, ...]:
     return tuple(sorted(found, key=lambda row: (row.updates, -row.rate)))
 
 
-def _registered(experiment: Plan) -> str:
-    """Return the registered effect on Best@32 at the end, with its interval."""
-    kept = standing.of_plan(experiment)[f"{experiment.name}/best"]["shown"]
+def _registered(experiment: Plan, claim: str = "best") -> str:
+    """Return the registered effect of a claim of an experiment, with its interval; by
+    default UP-DAPO minus DAPO in Best@32 at the end.
+    """
+    kept = standing.of_plan(experiment)[f"{experiment.name}/{claim}"]["shown"]
     return str(kept.partition(": ")[0])
 
 
-def gain(updates: int) -> tuple[float, float]:
-    """Return the least and the greatest effect on Best@32 at this number of updates."""
-    means = [row.best.mean for row in rows() if row.updates == updates]
-    return min(means), max(means)
+def row_of(updates: int, rate: float) -> Row:
+    """Return the row of this number of updates on a rollout and this learning rate."""
+    (found,) = (row for row in rows() if (row.updates, row.rate) == (updates, rate))
+    return found
 
 
 def text() -> str:
@@ -82,4 +84,23 @@ def text() -> str:
             best += f"; registered: {row.registered}"
         rate = f"{row.rate:g}"
         cells.append([row.updates, rate, best, shown(row.avg), row.best.n])
-    return table(columns, cells)
+    assert all(row.avg.low < 0 < row.avg.high for row in rows())
+    return f"{table(columns, cells)}\n\nIn every row the interval of Avg@32 holds 0. {_by_the_clip()}"
+
+
+def _by_the_clip() -> str:
+    """Return what dropping the upper clip gives DAPO at 16 updates, and what UP-DAPO
+    gives beyond it, as a sentence.
+    """
+    experiment = plan.load("dose_low")
+    known = records.load(experiment.results)
+    words = {}
+    for family, found in experiment.by_family(experiment.effects(known)):
+        words[family.name] = [e.word for e in found]
+    assert words["clip_best"] == ["gains"] and words["anchor_best"] == ["undecided"]
+    row = row_of(16, 3e-4)
+    return (
+        f"Of the {row.best.mean:+.1f} at 16 updates and the rate {row.rate:g}, DAPO gets "
+        f"{_registered(experiment, 'clip_best')} by dropping its upper clip; UP-DAPO minus that is "
+        f"{_registered(experiment, 'anchor_best')}, undecided (both registered)."
+    )
