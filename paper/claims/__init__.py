@@ -16,8 +16,8 @@ one word of it, of words.py. computed.json is what the last run said.
                       one that was too strong or too weak
     elsewhere         "SOURCE: words": what others wrote or measured; [source.SOURCE] has name, url and quote
     derivations       derivations/NAME.py, which passes: finds a proof
-    tests             tests/FILE.py::NAME, which passes: finds what it says, a counterexample, an identity or that the
-                      matter is undecided; an identity if it says nothing
+    tests             tests/FILE.py::NAME, which passes: finds what it says (evidence.FINDS_OF_TESTS); an identity if it
+                      says nothing
     mini              EXPERIMENT/CLAIM of repro/mini, of either round, on stale data or on UP's controls
                       (repro/mini/experiment/standing.py names those): what its registered rule finds. `deciding` says which
                       of them decides

@@ -44,6 +44,14 @@ from upref.markdown import codes
 ROOT = Path(__file__).parents[2]
 PLACES = (ROOT.parent / "shared" / "up_paper.tex", ROOT / "shared" / "up_paper.tex")
 NO_PAPER = "the paper's LaTeX is not here (UPREF_PAPER=FILE names it)"
+# what a test may record
+FINDS_OF_TESTS = (
+    "identity",
+    "counterexample",
+    "excluded",
+    "undecided",
+    "not testable",
+)
 
 
 def compute(
@@ -279,7 +287,7 @@ def test_outcome(node: str, cases: list[ElementTree.Element]) -> Outcome:
     for case in cases:
         for said in case.iter("property"):
             name = said.get("name", "")
-            if name in ("identity", "counterexample", "undecided"):
+            if name in FINDS_OF_TESTS:
                 finds[name] = None
             texts[said.get("value", "")] = None
     return Outcome("tests", node, tuple(finds) or ("identity",), "; ".join(texts))

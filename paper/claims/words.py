@@ -32,6 +32,7 @@ MEANINGS = {
     "which nothing is sampled, differ from the reading. A large model may behave otherwise",
     FALSE: "a counterexample to the reading, with its numbers",
     UNSPECIFIED: "a search of the paper's printed text finds nothing",
-    NOT_TESTABLE: "the miniature has nothing that corresponds, or its baseline does not learn there",
+    NOT_TESTABLE: "the miniature has nothing that corresponds, its baseline does not learn there, or the statement is of "
+    "runs of the authors that nobody can read",
 }
 VERDICTS = tuple(MEANINGS)

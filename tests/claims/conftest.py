@@ -59,6 +59,16 @@ def holds(record_property):
     return agrees
 
 
+@pytest.fixture
+def not_testable(record_property):
+    """Return a function that records why nothing here can test the reading."""
+
+    def says(why):
+        record_property("not testable", why)
+
+    return says
+
+
 @pytest.fixture(scope="session")
 def seen_in_round_2():
     """Return {name: effect} of the facts of the second round that nobody registered."""

@@ -35,6 +35,11 @@ def test_cap_of_up_is_1_minus_p(holds):
     )
 
 
+def with_dual_clip(c):
+    """Return the size of UP-DAPO's weight of a wrong token, A = -1, by ratio."""
+    return {r: -weight("up_dapo", r, -1.0, c=c) for r in (*RATIOS, 0.999 * c)}
+
+
 def test_only_the_positive_branch_is_without_a_ratio(holds, counterexample):
     holds(
         "weight of a right token under UP-DAPO, r = 50, A = 1",
@@ -46,6 +51,21 @@ def test_only_the_positive_branch_is_without_a_ratio(holds, counterexample):
         -1,
         weight("up_dapo", 50.0, -1.0),
     )
+    of_wrong = with_dual_clip(3.0)
+    assert max(of_wrong.values()) == pytest.approx(2.997) and of_wrong[50.0] == 0
+
+
+def test_grpo_clips_both_signs_by_one_epsilon(holds):
+    assert "eps" in upref.get("grpo").hyperparameters
+    for eps in (0.1, 0.2, 0.3):
+        inside = (
+            weight("grpo", 1 + 0.9 * eps, 1.0, eps=eps),
+            weight("grpo", 1 - 0.9 * eps, -1.0, eps=eps),
+        )
+        assert inside == pytest.approx((1 + 0.9 * eps, -(1 - 0.9 * eps)))
+        for r, A in ((1 + 1.1 * eps, 1.0), (1 - 1.1 * eps, -1.0)):
+            where = f"GRPO's weight at ε = {eps:g}, r = {r:g}, A = {A:g}"
+            holds(where, 0, weight("grpo", r, A, eps=eps))
 
 
 def ascend(z, J, steps=2000, lr=0.5):
@@ -120,8 +140,10 @@ def test_wrong_rollouts_are_the_base_s_own(holds):
     )
 
 
-def test_nothing_bounds_the_push_on_an_over_probable_wrong_token(holds, counterexample):
-    """Find by Eq. 14 no weight at r = 0.79, and one above 1.28 at r = 1000."""
+def test_what_bounds_the_push_on_an_over_probable_wrong_token(holds, counterexample):
+    """Find by Eq. 14 no weight at r = 0.79, and one above 1.28 at r = 1000; with a dual
+    clip none above c.
+    """
     holds(
         "|weight| of a wrong token by Eq. 14, r = 0.79, A = -1",
         0,
@@ -132,6 +154,14 @@ def test_nothing_bounds_the_push_on_an_over_probable_wrong_token(holds, countere
         "|weight| of a wrong token by Eq. 14, r = 1000, A = -1, ε_high = 0.28",
         1.28,
         found,
+        operator.le,
+    )
+    of_wrong = with_dual_clip(3.0)
+    assert of_wrong[50.0] == of_wrong[1000.0] == 0
+    holds(
+        "largest |weight| of a wrong token with a dual clip c = 3, A = -1",
+        3,
+        max(of_wrong.values()),
         operator.le,
     )
 
@@ -230,34 +260,44 @@ def test_dual_clip_takes_away_a_correction(counterexample):
     )
 
 
-def test_the_dual_clip_and_the_whole_policy():
-    """The kinder reading, of the policy as a whole: the push that c cuts overshoots
-    where the step is large.
+def test_the_dual_clip_and_the_whole_policy(holds, counterexample):
+    """The push that c cuts overshoots where the step is large, by one distance of
+    three. A wrong token has r = 50: π_old = 0.01, and π_θ = 0.5 of two arms.
     """
     old = torch.tensor([0.01, 0.99], dtype=F64)
+    # what c cuts: the weight times ∇ log π of the wrong token at π_θ = (1/2, 1/2)
+    cut = weight("dapo", 50.0, -1.0) * torch.tensor([0.5, -0.5], dtype=F64)
+    assert weight("dapo", 50.0, -1.0, c=3.0) == 0
 
-    def kl(logits):
+    def forward(logits):
         return (old * (old.log() - logits.log_softmax(0))).sum().item()
 
-    # ∇ log π of the wrong token at π_θ = (1/2, 1/2), r = 50
-    push = torch.tensor([0.5, -0.5], dtype=F64)
-    assert weight("dapo", 50.0, -1.0, c=3.0) == 0
-    for lr, further in ((0.1, False), (2.0, True), (5.0, True)):
-        assert (kl(lr * weight("dapo", 50.0, -1.0) * push) > kl(0 * push)) == further
-
-    # by the reverse KL and by total variation the push that c cuts leads back at every
-    # step size
-    def reverse(logits):
+    def backward(logits):
         return (logits.softmax(0) * (logits.log_softmax(0) - old.log())).sum().item()
 
     def variation(logits):
         return (logits.softmax(0) - old).abs().sum().item() / 2
 
-    for lr in (0.1, 2.0, 5.0):
-        moved = lr * weight("dapo", 50.0, -1.0) * push
-        assert reverse(moved) < reverse(0 * push) and variation(moved) < variation(
-            0 * push
-        )
+    rates = [k / 100 for k in range(1, 501)]
+    overshoots = [forward(lr * cut) > forward(0 * cut) for lr in rates]
+    first = rates[overshoots.index(True)]
+    assert all(lr >= first for lr, over in zip(rates, overshoots, strict=True) if over)
+    moved = f"a step that moves a logit by {first * cut.abs().max().item():.0f}"
+    was = "KL(π_old ‖ π_θ), r = 50, π_old = 0.01, before the step that c = 3 cuts and"
+    holds(
+        f"{was} after {moved}, the smallest found",
+        forward(0 * cut),
+        forward(first * cut),
+        operator.gt,
+    )
+    counterexample(
+        f"{was} after one that moves a logit by 1",
+        forward(0 * cut),
+        forward(cut / cut.abs().max()),
+        operator.gt,
+    )
+    for distance in (backward, variation):
+        assert all(distance(lr * cut) < distance(0 * cut) for lr in rates)
 
 
 def test_lower_clip_does_not_keep_the_probability(counterexample):

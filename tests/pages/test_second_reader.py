@@ -58,8 +58,8 @@ def test_what_was_drawn_of_the_verdicts_has_no_word_that_was_judged_wrong():
     assert len(drawn["verdicts"]) == 25 and drawn["verdicts"].keys() <= verdicts.keys()
     today = {
         "up-is-reinforce": "holds under a condition",
-        "only-the-objective-differs": "unspecified",
-        "w-reinforce-keeps-its-entropy": "holds numerically",
+        "only-the-objective-differs": "not testable",
+        "w-reinforce-keeps-its-entropy": "undecided",
     }
     changed = {
         key
