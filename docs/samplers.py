@@ -29,6 +29,8 @@ def table() -> str:
         in_upref = f"`{row['transform']}(X)`" if row["transform"] else "none"
         for hyperparameter, value in row["hp"].items():
             in_upref += f", {hyperparameter}={value:.4g}"
+        if "remark" in row:
+            in_upref += f" ({row['remark']})"
         cells = (
             f"[{name}](https://github.com/{repository}/blob/{at})",
             f"`{row['setting']}`",

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +24,7 @@ from upref.verify.faults.losses import GROUPS, LossFault, aggregated, with_hp
 from upref_frameworks.audits import token_parts
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
-from upref_frameworks.audits.shared import ALWAYS, CLAMP_K3, FLOOR, NARROW, kl_term
+from upref_frameworks.audits.shared import CLAMP_K3, FLOOR, NARROW, kl_term
 
 HOME = "nemo_rl/algorithms/"
 PIN = Pin(
@@ -156,6 +157,10 @@ TIS = {
     "truncated_importance_sampling_type": "tis",
 }
 TOKENS = aggregated("token-mean")
+NO_SUM = replace(
+    TOKENS,
+    words="aggregated by token-mean; the other setting is the mean of means, and neither is a sum",
+)
 COMPARISONS = (
     Comparison(
         "default",
@@ -166,12 +171,12 @@ COMPARISONS = (
         (with_hp(beta=0.01), _sampled_k3(0.01), CLAMP_K3, TOKENS),
     ),
     Comparison("default", "ppo", NO_KL, "ppo_clip", {}),
-    Comparison("default", "reinforce-rloo", NO_KL, "rloo", {}, (ALWAYS,)),
+    Comparison("default", "reinforce-rloo", NO_KL, "rloo", {}, (NO_SUM,)),
     Comparison(
         "default", "gspo", NO_KL, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)
     ),
     Comparison("default", "cispo", NO_KL, "cispo", {}, (FLOOR, GROUPS)),
-    Comparison("default", "truly-on-policy", NO_KL, "reinforce", {}, (ALWAYS,)),
+    Comparison("default", "truly-on-policy", NO_KL, "reinforce", {}, (NO_SUM,)),
     Comparison("paper", "grpo", MEANS, "grpo", {}),
     Comparison(
         "paper",
@@ -213,7 +218,7 @@ COMPARISONS = (
         NO_KL | {"use_importance_sampling_correction": True},
         "is_pg",
         {},
-        (ALWAYS,),
+        (NO_SUM,),
     ),
     Comparison(
         "paper",
