@@ -15,7 +15,7 @@ import ast
 import functools
 import math
 import tomllib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ WARNED = "warned: "  # begins what a framework warns while a script of its ledge
 @dataclass(frozen=True)
 class Evidence:
     """One row of the audit: the loss, what it is compared with, and the weight of one
-    token; empty where none moves.
+    token; empty where none moves. The size of an entry is not that of a row whose
+    settings are `beside_defaults`.
     """
 
     loss: str
@@ -50,6 +51,7 @@ class Evidence:
     expected: str = ""
     found: str = ""
     micro_batches: int = 1
+    beside_defaults: bool = field(default=False, compare=False)
 
     @property
     def command(self) -> str:

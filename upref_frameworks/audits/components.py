@@ -209,6 +209,13 @@ def _typical_terms() -> tuple[Tensor, Tensor]:
     return batch.logp * batch.adv, batch.mask
 
 
+def _masked_terms(function: Function) -> Function:
+    """Return the function of terms that are 0 on masked slots and have no gradient
+    there, as in a trainer: its advantages and KL terms are 0 on padding.
+    """
+    return lambda x, mask: function(x * mask, mask)
+
+
 @dataclass(frozen=True)
 class Kind:
     """On what functions of one kind are compared, and with what.
@@ -218,6 +225,8 @@ class Kind:
         cases: makes the inputs, by the words of each: the arguments of a reference.
         typical: makes the arguments on which the effect of a reason is measured; None:
             the first of the cases, whose numbers are of ordinary size.
+        in_training: makes of a function the one whose effect is measured on these
+            arguments; None: the function itself.
         label: how a number of the result is called, by its place.
         has_gradient: whether the gradient by the first argument is compared too.
     """
@@ -225,6 +234,7 @@ class Kind:
     references: dict[str, Function]
     cases: Callable[[], dict[str, tuple[Any, ...]]]
     typical: Callable[[], tuple[Any, ...]] | None = None
+    in_training: Callable[[Function], Function] | None = None
     label: str = "value"
     has_gradient: bool = True
 
@@ -264,6 +274,7 @@ KINDS = {
         },
         _mask_cases,
         _typical_terms,
+        _masked_terms,
     ),
     "token_advantages": Kind(
         token_parts.ADVANTAGES,
@@ -323,9 +334,11 @@ def _row(framework: str, part: Component) -> ComparisonRow:
     typical_numbers = []
     if reasons:
         typical_case = kind.typical_case()
+        functions = steps[: len(reasons) + 1]
+        if kind.in_training is not None:
+            functions = [kind.in_training(f) for f in functions]
         typical_numbers = [
-            _labels_and_numbers(part, f, typical_case)[1]
-            for f in steps[: len(reasons) + 1]
+            _labels_and_numbers(part, f, typical_case)[1] for f in functions
         ]
     effects = [
         FaultEffect.between(new, old)

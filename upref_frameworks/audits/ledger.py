@@ -137,7 +137,8 @@ def sizes(rows: list[ComparisonRow], entries: list[Entry]) -> list[str]:
 
 
 def largest_effect(rows: list[ComparisonRow], entry: Entry) -> FaultEffect | None:
-    """Return the effect of an entry in the row of its evidence where it is most severe.
+    """Return the effect of an entry in the row of its evidence where it is most severe;
+    rows beside the defaults do not count.
 
     Args:
         rows: of the audit.
@@ -146,7 +147,11 @@ def largest_effect(rows: list[ComparisonRow], entry: Entry) -> FaultEffect | Non
     Returns:
         The effect; None where no row of these shows the entry.
     """
-    rows_of_entry = {(x.loss, x.held_against, x.micro_batches) for x in entry.evidence}
+    rows_of_entry = {
+        (x.loss, x.held_against, x.micro_batches)
+        for x in entry.evidence
+        if not x.beside_defaults
+    }
     effects = []
     for r in rows:
         if (r.label, r.promise, r.micro_batches) not in rows_of_entry:
