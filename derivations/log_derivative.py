@@ -4,8 +4,8 @@
 Claim. ∇π = π ∇log π. Hence Σ_a π(a) A(a) ∇log π(a) is the gradient of E_{a~π}[A], and also that of Eq. 1 with its
 sampling distribution held fixed.
 
-Not true as written: Eq. 2 is not the gradient of Eq. 1, whose expectation is itself under π_θ. Differentiating that
-as well leaves E[(A log π) ∇log π] over. Shown by enumerating a four-armed softmax, x_a = e^{z_a}.
+Under that condition alone: Eq. 2 is not the gradient of Eq. 1 as it is printed, whose expectation is itself under π_θ.
+Differentiating that as well leaves E[(A log π) ∇log π] over. Shown by enumerating a four-armed softmax, x_a = e^{z_a}.
 """
 
 from sympy import Rational, log, simplify, symbols

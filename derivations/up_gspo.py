@@ -4,8 +4,9 @@
 Claim. d/dπ (π / sg π)^(1/T) = (1/T) π^(-1/T + 1/T - 1) = 1/(T π): the exponents of App. C cancel. With
 log π(o) = Σ_t log π(o_t) each token's weight is A/T, for the anchored as for the log form.
 
-Not true as written: that 1/|o| "preserves the variance-reducing properties" of GSPO's. There it tames a ratio; here is
-none left, and UP-GSPO, A > 0, is UP-GRPO, A > 0, token for token.
+Of the remark that 1/|o| "preserves the variance-reducing properties" this proves nothing. An average over the tokens of
+a response has less variance here as in GSPO (tests/claims/test_up.py). What 1/|o| also does there, to tame a ratio, has
+nothing left to do: here is no ratio, and UP-GSPO, A > 0, is UP-GRPO without its KL term, A > 0, token for token.
 """
 
 from sympy import IndexedBase, Rational, Sum, Symbol, powsimp, symbols

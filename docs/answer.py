@@ -247,12 +247,12 @@ def explanations() -> str:
             "less learning: Best@32 falls late in training",
             "UP-DAPO at its end minus DAPO at the moment of its training when its Avg@32 was "
             f"the same as UP-DAPO's at the end (not registered): {equal}",
-            "excluded at top-p 0.7",
+            "ruled out at top-p 0.7",
         ),
         (
             "different learning rates",
             "one rule chose the learning rate of each method, and chose the same for both",
-            "excluded",
+            "ruled out",
         ),
         (
             "more entropy, by any means",

@@ -192,7 +192,15 @@ def clip_words() -> str:
         "without the upper clip explodes beyond 80 steps (Fig. 5). In this experiment "
         "no full run without it does: the largest norm of a gradient is "
         f"{_largest_norm('dapo_no_upper_clip'):.0f} without the upper "
-        f"clip, {_largest_norm('up_dapo'):.0f} for UP-DAPO and {_largest_norm('dapo'):.0f} for DAPO."
+        f"clip, {_largest_norm('up_dapo'):.0f} for UP-DAPO and {_largest_norm('dapo'):.0f} for DAPO. "
+        "The arm without the upper clip trains at half of their rate. With a wider clip the "
+        f"largest norm is {_largest_norm('dapo_clip_1'):.0f} (ε_high = 1, "
+        f"at {_rate('dapo_clip_1'):g}) and {_largest_norm('dapo_clip_0_5'):.0f} (ε_high = 0.5, "
+        f"at {_rate('dapo_clip_0_5'):g}). In the records on stale data, where the three methods have "
+        "one rate, it is "
+        f"{stale.largest_norm('dapo_no_upper_clip'):.0f} without the upper clip, "
+        f"{stale.largest_norm('up_dapo'):.0f} for UP-DAPO and "
+        f"{stale.largest_norm('dapo'):.0f} for DAPO."
     )
 
 
@@ -361,8 +369,9 @@ def _caveats(registered: plan.Plan) -> str:
         "second controls](#the-second-controls) have two smaller ones.\n\n"
         "Intervals are over seeds. All seeds answer the same "
         f"{problems} problems, and an interval that held for new problems would be "
-        "wider. At equal Avg@32 a method may also take an earlier evaluation (step 100, "
-        "200 or 300) or a mixture of two settings; the picture shows the last step alone."
+        "wider. At equal Avg@32 the comparison also lets a method use an earlier evaluation "
+        "(step 100, 200 or 300) or a mixture of two settings; the picture shows the last "
+        "step alone."
     )
 
 

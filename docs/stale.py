@@ -98,6 +98,15 @@ def change(number: str, before: str, arm: str) -> Effect:
     return ask(Question(number, terms))
 
 
+def largest_norm(arm: str) -> float:
+    """Return the largest norm of a gradient in any run of a method, 16 rollouts stale."""
+    norms = []
+    for (name, group, _, _), run in runs().items():
+        if (name, group) == (arm, "s16"):
+            norms += run["steps"]["grad_norm_max"]
+    return max(norms)
+
+
 def level(number: str, arm: str, group: str = "s16") -> Effect:
     """Return a number of a method as an effect, not compared with anything."""
     return ask(Question(number, (term_of(number, arm, group),)))

@@ -116,15 +116,23 @@ def right_first(judged: Sequence[Judged]) -> list[Judged]:
 
 
 def tally(judged: Sequence[Judged]) -> str:
-    """Return `Of 88 statements of the paper, 20 are proved, ... and 2 are false as
-    written. Of 35 questions of ours, ...`, by ORDER; "0 statements" for none.
+    """Return `Of 88 statements of the paper, 20 are proved, ... and 2 are undecided. Of
+    12 details that were looked for in its text, 12 are unspecified. Of 35 questions of
+    ours, ...`, by ORDER; "0 statements" for none.
     """
+    details = [j for j in judged if j.claim.absent]
+    stated = [j for j in judged if not j.claim.ours and not j.claim.absent]
+    asked = [j for j in judged if j.claim.ours]
     sentences = []
-    for ours, one, several in (
-        (False, "statement of the paper", "statements of the paper"),
-        (True, "question of ours", "questions of ours"),
+    for mine, one, several in (
+        (stated, "statement of the paper", "statements of the paper"),
+        (
+            details,
+            "detail that was looked for in its text",
+            "details that were looked for in its text",
+        ),
+        (asked, "question of ours", "questions of ours"),
     ):
-        mine = [j for j in judged if j.claim.ours == ours]
         if not mine:
             continue
         count = Counter(j.verdict for j in mine)
@@ -254,7 +262,7 @@ def markdown() -> str:
     out += [
         "## Questions of ours",
         "",
-        "The paper states none of these. *Where* names the section that they bear on.",
+        "None of these is a statement of the paper in the form tested here. *Where* names the section that they bear on.",
         "",
         _table("question", ours),
         "",
@@ -361,9 +369,10 @@ def summary() -> str:
     """Return the line of README on the claims: how many have each verdict."""
     every = "[Claims](docs/claims.md) tests the paper statement by statement"
     meant = (
-        "*Not seen here*: the tiny transformers do not reach the bound that the statement "
-        "names. *Contradicted*: the runs show the opposite. What a large model does is "
-        "another question."
+        "*Not seen here*: the tiny transformers do not show the bound or the direction "
+        "that our reading names. *Contradicted*: their runs show the opposite, or exact "
+        "expectations differ from the reading. What a large model does is another "
+        "question."
     )
     known = f"{tally(as_computed())}. {meant}"
     return f"{every}; `python -m paper claims --run` computes verdicts. {known}"

@@ -111,6 +111,20 @@ def test_every_registered_claim_is_evidence_or_says_why_not():
         ), key
 
 
+def test_the_page_says_how_little_the_search_for_rates_was():
+    """Find on the page the count that the report of the second round has."""
+    report = (ROOT / "repro/mini/round2/results/report.md").read_text(encoding="utf-8")
+    count = re.search(r"lowest rate was the best of (\d+ of \d+)", report)
+    page_text = (ROOT / "docs/claims.md").read_text(encoding="utf-8")
+    assert count and f"the best for {count[1]} methods" in page_text
+
+
+def test_a_detail_that_is_looked_for_has_no_other_evidence():
+    for c in CLAIMS:
+        if c.absent:
+            assert {kind for kind, _ in c.pointers} == {"absent"} and not c.ours, c.id
+
+
 def test_our_questions_are_no_statements_of_the_paper():
     ours = [c for c in CLAIMS if c.ours]
     assert (
@@ -460,9 +474,11 @@ def test_the_paper_is_read_without_its_comments(tmp_path, monkeypatch):
 def test_the_command(capsys):
     assert main(["claims"]) == 0
     listed = capsys.readouterr().out
-    assert listed.startswith(
-        f"Of {sum(not c.ours for c in CLAIMS)} statements of the paper"
-    ) and all(f"[{c.id}]" in listed for c in CLAIMS)
+    details = [c for c in CLAIMS if c.absent]
+    stated = [c for c in CLAIMS if not c.ours and not c.absent]
+    assert listed.startswith(f"Of {len(stated)} statements of the paper, ")
+    assert f". Of {len(details)} details that were looked for in its text, " in listed
+    assert all(f"[{c.id}]" in listed for c in CLAIMS)
     assert main(["claims", "--section", "5.2", "--verdict", "excl", "--json"]) == 0
     some = json.loads(capsys.readouterr().out)["claims"]
     assert some and {(c["section"], c["verdict"]) for c in some} == {

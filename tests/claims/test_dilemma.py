@@ -213,6 +213,12 @@ def test_clipping_ends_a_token_s_own_push_and_does_not_keep_its_ratio(
 
 # ---- Section 2 -----------------------------------------------------------------------
 def test_in_which_sense_dapo_clips_symmetrically(holds, counterexample):
+    holds("weight of a right token under GRPO, r = 50", 0, weight("grpo", 50.0, 1.0))
+    holds("weight of a wrong token under GRPO, r = 0.02", 0, weight("grpo", 0.02, -1.0))
+    gspo = upref.get("gspo")
+    right = weight("gspo", 50.0, 1.0)
+    wrong = weight("gspo", 0.02, -1.0)
+    assert gspo.level == "sequence_mean" and right == wrong == 0
     holds("weight of a right token under DAPO, r = 50", 0, weight("dapo", 50.0, 1.0))
     holds("weight of a wrong token under DAPO, r = 0.02", 0, weight("dapo", 0.02, -1.0))
     for name in ("dapo", "gspo"):

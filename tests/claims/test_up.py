@@ -310,14 +310,12 @@ def test_lower_clip_does_not_keep_the_probability(counterexample):
     )
 
 
-def test_at_zero_advantage_there_is_no_gradient(holds, counterexample):
+def test_at_zero_advantage_there_is_no_cap(holds, counterexample):
+    """By Eq. A3 the Cap is 0.1 - 0.8 · 0.1 at π_θ = π_old = 0.1, ε_low = 0.2."""
     for A, say in ((-1.0, holds), (0.0, counterexample)):
-        say(
-            f"|weight| at r = 1, A = {A:g}, in the window of Eq. A2",
-            0,
-            abs(weight("dapo", 1.0, A)),
-            operator.gt,
-        )
+        found = upref.capacity("dapo", 0.1, 0.1, A, c=3.0).item()
+        say(f"Cap at π_θ = π_old = 0.1, A = {A:g}, by Eq. A3", 0.02, round(found, 8))
+    assert weight("dapo", 1.0, 0.0, c=3.0) == 0
 
 
 def test_cap_is_largest_at_the_dual_clip(holds, counterexample):

@@ -137,8 +137,10 @@ def test_the_share_of_the_clip_is_about_half():
     assert "has about half of that gain" in PAGE
 
 
-def of_controls(arm):
-    """Return the runs of an objective 16 rollouts stale in the experiment proper."""
+def of_controls(arm, eps_high=None):
+    """Return the runs of an objective 16 rollouts stale in the experiment proper; of
+    DAPO with a wider clip where eps_high is given.
+    """
     runs = []
     for run in records("controls"):
         s = run["settings"]
@@ -147,25 +149,37 @@ def of_controls(arm):
             and s["staleness"] == 16
             and s["task"] == "countdown"
             and s["seed"] in OF_CONTROLS
-            and s["hp"].get("eps_high") is None
+            and s["hp"].get("eps_high") == eps_high
         ):
             runs.append(run)
     return runs
 
 
+def largest_norm(runs):
+    assert len(runs) == 34
+    return max(max(r["steps"]["grad_norm_max"]) for r in runs)
+
+
 def test_no_run_without_the_clip_explodes():
-    """Compute the largest gradient norm of each arm, and find all three on the page."""
-    norms = {}
-    for arm in ("dapo_no_upper_clip", "up_dapo", "dapo"):
+    """Compute the largest gradient norm of each arm, also with a wider clip and on stale
+    data at one rate, and find all of them on the page.
+    """
+    arms = ("dapo_no_upper_clip", "up_dapo", "dapo")
+    of_stale = on_stale_data()
+    controls, stale = {}, {}
+    for arm in arms:
         runs = [r for r in of_controls(arm) if not r["settings"]["entropy_bonus"]]
-        assert len(runs) == 34
-        norms[arm] = max(max(r["steps"]["grad_norm_max"]) for r in runs)
-    said = (
-        f"{norms['dapo_no_upper_clip']:.0f} without the upper clip, "
-        f"{norms['up_dapo']:.0f} for UP-DAPO and {norms['dapo']:.0f} for DAPO"
-    )
-    assert said in PAGE
-    assert norms["dapo_no_upper_clip"] < norms["dapo"]
+        controls[arm] = largest_norm(runs)
+        runs = [r for r in of_stale if r["settings"]["objective"] == arm]
+        stale[arm] = largest_norm(runs)
+    for norms in (controls, stale):
+        without, up, dapo = (norms[arm] for arm in arms)
+        said = f"{without:.0f} without the upper clip, {up:.0f} for UP-DAPO and {dapo:.0f} for DAPO"
+        assert said in PAGE
+    for eps_high in (1.0, 0.5):
+        norm = largest_norm(of_controls("dapo", eps_high))
+        assert f"{norm:.0f} (ε_high = {eps_high:g}, " in PAGE
+    assert controls["dapo_no_upper_clip"] < controls["dapo"]
     assert "The paper's run without the upper clip explodes, and ours do not." in PAGE
 
 
