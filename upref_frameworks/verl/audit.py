@@ -63,14 +63,16 @@ MICRO_MEAN = fault(
 )
 
 
+PAPERS_DELTA = {"tv": 0.15, "kl": 0.05}  # of DPPO, by its divergence
+
+
 def _dppo_faults(kind: str, delta: float, trunc: float) -> tuple[LossFault, ...]:
     """Return the faults of verl's DPPO: it cuts the ratio at `trunc` outside of the
-    derivative, and its KL variant (kind "kl") adds 1e-8 inside the logarithms.
+    derivative, its delta may not be the paper's, and its KL variant (kind "kl") adds
+    1e-8 inside the logarithms.
     """
     name = f"dppo_{kind}_verl"
-    words = (
-        f"delta = {delta:g}, ratio cut at {trunc:.4g} outside the derivative ({name})"
-    )
+    words = f"ratio cut at {trunc:.4g} outside the derivative ({name})"
 
     def is_near_bound(batch: Rollouts) -> Tensor:
         """Return the tokens that rounding may move across the bound."""
@@ -80,8 +82,13 @@ def _dppo_faults(kind: str, delta: float, trunc: float) -> tuple[LossFault, ...]
         "1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)"
     )
     near_kl = fault(reason, "rounding", skip=is_near_bound)
-    cut = fault(words, "objective", objective=name, hp={"delta": delta, "trunc": trunc})
-    return (cut, near_kl) if kind == "kl" else (cut,)
+    hp = {"delta": PAPERS_DELTA[kind], "trunc": trunc}
+    faults = [fault(words, "objective", objective=name, hp=hp)]
+    if delta != PAPERS_DELTA[kind]:
+        faults.append(with_hp(delta=delta))
+    if kind == "kl":
+        faults.append(near_kl)
+    return tuple(faults)
 
 
 def _clip_fields(low: float, high: float, c: float | None = None) -> dict[str, float]:
