@@ -51,11 +51,8 @@ def test_what_verl_0_9_1_is_known_for(audit):
     row = {(r.setting, r.mode, r.objective, r.micro_batches): r for r in audit.rows}
     dual = row["default", "vanilla", "ppo_clip", 1].spot
     assert dual.where == "A < 0, r > 3" and dual.found == 0 and dual.expected < -3
-    assert (
-        row["default", "dppo_tv", "dppo_tv", 1]
-        .reasons[0][0]
-        .startswith("delta = 0.2, ratio cut at 3")
-    )
+    dppo = [words for words, _ in row["default", "dppo_tv", "dppo_tv", 1].reasons]
+    assert dppo[0].startswith("ratio cut at 3 ") and dppo[1] == "delta = 0.2"
     assert (
         row["paper", "sapo", "sapo", 1].agrees
         and row["paper", "gpg", "reinforce", 1].difference == 0
