@@ -70,7 +70,9 @@ def _sums(logp, logp_old, adv, mask):
 def test_what_a_loss_leaves_to_its_caller_is_no_part_of_the_proof():
     terms = upref.prove(_terms, "dapo", rows=1, columns=1)
     assert terms
-    assert "proof: the aggregation, which its caller does; the mean of" in terms.text()
+    assert (
+        "proof: the aggregation, which its caller does; the mean within" in terms.text()
+    )
     sums = upref.prove(_sums, "dapo", rows=1, columns=2)
     assert not sums
     assert "proof: the mean over responses, which its caller takes; " in sums.text()
