@@ -459,3 +459,18 @@ def test_a_framework_that_gives_an_objective_by_the_plug_in_is_named():
         recipe("up_grpo", "openrlhf")
     with pytest.raises(InputError, match="recipe for ppo_clip at its defaults: "):
         recipe("ppo_clip", "verl", eps=0.137)
+
+
+@pytest.mark.trl
+def test_a_config_that_is_made_between_two_losses_of_trl_changes_nothing(tmp_path):
+    """It clears what accelerate shares between trainers, and those here are kept."""
+    pytest.importorskip("trl", reason="`repro/venv.sh trl` installs it")
+    from trl import GRPOConfig
+
+    b = typical_batch()
+    b = replace(b, totals=upref.Totals.of(b.mask))
+    trl = A.framework("trl")
+    losses = [trl.compute_loss("cispo", {}, b, None)]
+    GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    losses.append(trl.compute_loss("cispo", {}, b, None))
+    assert torch.equal(*losses)
