@@ -44,9 +44,10 @@ def text() -> str:
         f"[preregistered]({RESULTS}/report.md); no language model. "
         "16 [rollouts](docs/glossary.md#a-token-and-its-gradient) stale, "
         "[top-p 0.7](docs/findings.md#the-words): Best@32 "
-        f"{shown(gain)} points, average {shown(average)}. Fresh data, Best@32: no gain shown at 8 updates a rollout. "
-        f"At 16: {at_16.registered} in [one experiment](docs/findings.md#without-a-lag); {shown(at_16_later)}, "
-        f"undecided after {at_16_later.n} seeds, in [another]({second_controls.PAGE}). "
+        f"{shown(gain)} points, average {shown(average)}. Fresh data, Best@32: no gain "
+        f"shown at 8 updates a rollout. At 16: {at_16.registered} in [one "
+        f"experiment](docs/findings.md#without-a-lag); {shown(at_16_later)}, undecided "
+        f"after {at_16_later.n} seeds, in [another]({second_controls.PAGE}). "
         f"{controls.at_equal_average(second_controls.at_one_rate())} [Evidence](docs/findings.md)."
     )
     count = len(re.sub(r"\]\([^)]*\)", "]", words).split())

@@ -87,14 +87,6 @@ def _rate(arm: str) -> float:
     return _main_runs()[arm][0]["settings"]["lr"]
 
 
-def _largest_norm(arm: str) -> float:
-    """Return the largest norm of a gradient in any run of a method."""
-    norms = []
-    for run in _main_runs()[arm]:
-        norms += run["steps"]["grad_norm_max"]
-    return max(norms)
-
-
 def _at_slopes() -> list[Effect]:
     """Return what UP-DAPO gives beyond DAPO without its upper clip, both at one learning
     rate: in points of Best@32 at equal Avg@32, from the records on stale data, by two
@@ -163,9 +155,9 @@ def _search_runs(objective: str) -> list[RunRecord]:
 def clip_words() -> str:
     """Return the paragraph of docs/findings.md on DAPO without its upper clip."""
     rates = {
-        r["settings"]["lr"]
-        for (arm, group, _, _), r in stale.runs().items()
-        if group == "s16" and arm in ("up_dapo", "dapo_no_upper_clip")
+        run["settings"]["lr"]
+        for arm in ("up_dapo", "dapo_no_upper_clip", "dapo")
+        for run in stale.runs_of(arm)
     }
     assert rates == {_rate("up_dapo")}
     best = shown(stale.minus("best/t_1", "up_dapo", "dapo_no_upper_clip"))
@@ -187,20 +179,38 @@ def clip_words() -> str:
         "Avg@32, by the slope at which one is exchanged for the other (none of it "
         "registered). So *nothing more* is shown of DAPO without its upper clip at half of "
         "UP's rate, and not at UP's rate. [The second controls](#the-second-controls) "
-        "registered the question at UP's rate.\n\n"
-        "**Stability.** The paper's argument for the self-anchor is that its run "
-        "without the upper clip explodes beyond 80 steps (Fig. 5). In this experiment "
-        "no full run without it does: the largest norm of a gradient is "
-        f"{_largest_norm('dapo_no_upper_clip'):.0f} without the upper "
-        f"clip, {_largest_norm('up_dapo'):.0f} for UP-DAPO and {_largest_norm('dapo'):.0f} for DAPO. "
-        "The arm without the upper clip trains at half of their rate. With a wider clip the "
-        f"largest norm is {_largest_norm('dapo_clip_1'):.0f} (ε_high = 1, "
-        f"at {_rate('dapo_clip_1'):g}) and {_largest_norm('dapo_clip_0_5'):.0f} (ε_high = 0.5, "
-        f"at {_rate('dapo_clip_0_5'):g}). In the records on stale data, where the three methods have "
-        "one rate, it is "
-        f"{stale.largest_norm('dapo_no_upper_clip'):.0f} without the upper clip, "
-        f"{stale.largest_norm('up_dapo'):.0f} for UP-DAPO and "
-        f"{stale.largest_norm('dapo'):.0f} for DAPO."
+        f"registered the question at UP's rate.\n\n{_stability()}"
+    )
+
+
+def _stability() -> str:
+    """Return the largest norms of gradients: of this experiment, and of the records on
+    stale data.
+    """
+    norms = {arm: stale.largest_norm(of_arm) for arm, of_arm in _main_runs().items()}
+    of_stale = {
+        arm: stale.largest_norm(stale.runs_of(arm))
+        for arm in ("dapo_no_upper_clip", "up_dapo", "dapo")
+    }
+    assert norms["dapo_no_upper_clip"] < norms["dapo"]
+    return (
+        "**Stability.** The paper's argument for the self-anchor is that its run without "
+        "the upper clip explodes beyond 80 steps (Fig. 5). In this experiment no full run "
+        "without it does: the largest norm of a gradient is "
+        f"{norms_of_three(norms)}. The arm without the upper clip trains at half of "
+        "their rate. With a wider clip the largest norm is "
+        f"{norms['dapo_clip_1']:.0f} (ε_high = 1, at {_rate('dapo_clip_1'):g}) and "
+        f"{norms['dapo_clip_0_5']:.0f} (ε_high = 0.5, at {_rate('dapo_clip_0_5'):g}). In "
+        "the records on stale data, where the three methods have one rate, it is "
+        f"{norms_of_three(of_stale)}."
+    )
+
+
+def norms_of_three(norms: dict[str, float]) -> str:
+    """Return the norms of UP-DAPO, DAPO, and DAPO without its upper clip, as words."""
+    return (
+        f"{norms['dapo_no_upper_clip']:.0f} without the upper clip, "
+        f"{norms['up_dapo']:.0f} for UP-DAPO and {norms['dapo']:.0f} for DAPO"
     )
 
 

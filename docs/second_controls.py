@@ -13,7 +13,15 @@ from functools import cache
 import numpy as np
 from scipy.stats import t
 
-from docs.controls import ANSWERS, AT_LEVELS, LEVELS, effect_of, with_word
+from docs import stale
+from docs.controls import (
+    ANSWERS,
+    AT_LEVELS,
+    LEVELS,
+    effect_of,
+    norms_of_three,
+    with_word,
+)
 from repro.mini.experiment import effects as engine, plan, records
 from repro.mini.experiment.answer import answer
 from repro.mini.experiment.effects import Effect
@@ -58,13 +66,15 @@ def text() -> str:
     verdict = ANSWERS[answer(registered, every)]
     return "\n".join(
         [
-            f"The registered answer at {_which_look()}: **{verdict}**. It rests on the first two rows, the primary "
-            f"family; the other rows are secondary.{_power()} {progress}{_between_looks()}",
+            f"The registered answer at {_which_look()}: **{verdict}**. It rests on the "
+            "first two rows, the primary family; the other rows are "
+            f"secondary.{_power()} {progress}{_between_looks()}",
             "",
-            "Best@32 at equal Avg@32, 16 rollouts stale, in points. Where no rate is named it is 1e-4. The margins are 1 "
-            "and 1.8, half of UP-DAPO's gain on DAPO in the first controls. The intervals of the first look have "
-            f"{_percent('first')} for each family, and those of the final look {_percent('final')}; both looks together "
-            "have 95 %.",
+            "Best@32 at equal Avg@32, 16 rollouts stale, in points. Where no rate is named "
+            "it is 1e-4. The margins are 1 and 1.8, half of UP-DAPO's gain on DAPO in the "
+            "first controls. The intervals of the first look have "
+            f"{_percent('first')} for each family, and those of the final look "
+            f"{_percent('final')}; both looks together have 95 %.",
             "",
             _equal_table(at_equal),
             "",
@@ -130,8 +140,8 @@ def _between_looks() -> str:
     if _is_final():
         return ""
     return (
-        f" Runs of later seeds than the first {_seeds_of_look()} change nothing here before the final look: until then "
-        "every effect is that of the first."
+        f" Runs of later seeds than the first {_seeds_of_look()} change nothing here "
+        "before the final look: until then every effect is that of the first."
     )
 
 
@@ -192,18 +202,19 @@ def _bonuses() -> str:
 def _norms() -> str:
     """Return the largest norm of a gradient in any run of three arms, as a sentence."""
     registered, _, _ = _load()
-    known = records.load(registered.results)
+    runs = registered.runs(records.load(registered.results))
     seeds = registered.main["seeds"][: _seeds_of_look()]
-    largest: dict[str, float] = {}
-    for (arm, group, _, seed), run in registered.runs(known).items():
-        if group == GROUP and seed in seeds:
-            norm = max(run["steps"]["grad_norm_max"])
-            largest[arm] = max(norm, largest.get(arm, 0.0))
-    assert largest["dapo_no_upper_clip"] < 2 * largest["dapo"]
+    norms = {}
+    for arm in ("dapo_no_upper_clip", "up_dapo", "dapo"):
+        norms[arm] = stale.largest_norm(
+            runs[arm, GROUP, base, seed]
+            for base in registered.group(GROUP)["bases"]
+            for seed in seeds
+        )
+    assert norms["dapo_no_upper_clip"] < 2 * norms["dapo"]
     return (
-        "No run at UP's rate explodes: before it is clipped, the largest norm of a gradient is "
-        f"{largest['dapo_no_upper_clip']:.0f} without the upper clip, "
-        f"{largest['up_dapo']:.0f} for UP-DAPO and {largest['dapo']:.0f} for DAPO."
+        "No run at UP's rate explodes: before it is clipped, the largest norm of a "
+        f"gradient is {norms_of_three(norms)}."
     )
 
 
@@ -232,12 +243,15 @@ def _fresh(effects: list[Effect], fixed: list[Effect]) -> str:
         return "On fresh data, with 16 updates a rollout, no look is due yet."
     return "\n".join(
         [
-            f"On fresh data, with 16 updates a rollout, at the first look, {effects[0].n} seeds. These families are "
-            "secondary. Best@32 at equal Avg@32, in points, with the margins of the first table:",
+            "On fresh data, with 16 updates a rollout, at the first look, "
+            f"{effects[0].n} seeds. These families are secondary. Best@32 at equal "
+            "Avg@32, in points, with the margins of the first table:",
             "",
             _equal_table(effects),
             "",
-            _fresh_words(effects),
+            _fragile(effects),
+            "",
+            _spread(effects),
             "",
             "On fresh data at the two fixed decodings, in points:",
             "",
@@ -246,38 +260,51 @@ def _fresh(effects: list[Effect], fixed: list[Effect]) -> str:
     )
 
 
-def _fresh_words(effects: list[Effect]) -> str:
-    """Return what a reader of the effects at equal Avg@32 on fresh data must know, as
-    sentences.
-    """
+def _fragile(effects: list[Effect]) -> str:
+    """Return why the one gain at equal Avg@32 on fresh data is fragile."""
     _, of_family, _ = _load()
     (gain,) = (e for e in effects if e.word == "gains")
-    assert effect_of(effects, "dapo", LEVELS[0]) == gain
-    assert gain.by_base[0] > gain.by_base[1]  # and on stale data the other way around
     when_stale = effect_of(of_family["clip"], "dapo", LEVELS[0])
+    assert effect_of(effects, "dapo", LEVELS[0]) == gain
+    assert gain.by_base[0] > gain.by_base[1]
     assert when_stale.by_base[0] < when_stale.by_base[1]
     at_equal = [e for name in AT_EQUAL_AVERAGE for e in of_family[name]] + effects
-    others = [abs(_correction(e)) for e in at_equal if e is not gain]
-    assert max(others) < 0.25 < 1 < _correction(gain)
-    plain = _curve_distances(gain)
-    assert np.mean(plain) < (gain.high - gain.low) / 2
+    others = max(abs(_correction(e)) for e in at_equal if e is not gain)
+    assert others < 0.25 < 1 < _correction(gain)
+    first, second = _curve_distances(gain)
+    distance = (first + second) / 2
+    assert distance < (gain.high - gain.low) / 2
     best, average = (
         effect_of(of_family["fresh_fixed"], "dapo", name)
         for name in ("best/t_1", "avg/t_1")
     )
-    spreads = [_largest_spread(effects, level) for level in LEVELS]
-    fragile = (
+    return (
         "The one gain is fragile. The registered rule averages jackknife values, which "
         f"correct for bias; here the correction is {_correction(gain):+.1f} points, and at "
-        f"most {max(others):.1f} in every other row at equal Avg@32. The distance of the "
-        f"two curves themselves is {np.mean(plain):+.1f} ({plain[0]:+.1f} and "
-        f"{plain[1]:+.1f} on the two bases), and an interval of the same width around it "
-        f"holds 0 (not registered). At T = 1, where Avg@32 differs by {average.mean:+.1f}, "
-        f"Best@32 differs by {shown(best)}. The gain comes almost wholly from one base, "
-        "and not from the one with most of the gains on stale data."
+        f"most {others:.1f} in every other row at equal Avg@32. The distance of the two "
+        f"curves themselves is {distance:+.1f} ({first:+.1f} and {second:+.1f} on the two "
+        "bases), and an interval of the same width around it holds 0 (not registered). At "
+        f"T = 1, where Avg@32 differs by {average.mean:+.1f}, Best@32 differs by "
+        f"{shown(best)}. The gain comes almost wholly from one base, and not from the one "
+        "with most of the gains on stale data."
     )
-    halves = [_half_at_the_end(spread) for spread in spreads]
-    spread_words = (
+
+
+def _spread(effects: list[Effect]) -> str:
+    """Return how much the effects at equal Avg@32 on fresh data vary over the seeds, and
+    what the final look can show of them.
+    """
+    registered, _, _ = _load()
+    final = registered.stopping["final"]
+    quantile = t.ppf(1 - final["level"] / len(effects) / 2, final["seeds"] - 1)
+    spreads = []
+    halves = []  # of the intervals of the final look, with these spreads
+    for level in LEVELS:
+        of_level = [e for e in effects if e.question.name == level]
+        spreads.append(max(e.sd for e in of_level))
+        halves.append(quantile * spreads[-1] / np.sqrt(final["seeds"]))
+        assert halves[-1] > of_level[0].question.margin
+    return (
         "Over seeds these effects vary about twice as much as planned: their standard "
         f"deviations are up to {spreads[0]:.1f} and {spreads[1]:.1f} points at the two "
         "levels, and the plan took [those of the first "
@@ -285,7 +312,6 @@ def _fresh_words(effects: list[Effect]) -> str:
         f"is about {halves[0]:.1f} and {halves[1]:.1f} points at the final look, more than "
         "the margins: *no difference* will hardly be possible."
     )
-    return f"{fragile}\n\n{spread_words}"
 
 
 def _curve_distances(e: Effect) -> list[float]:
@@ -311,22 +337,6 @@ def _curve_distances(e: Effect) -> list[float]:
 def _correction(e: Effect) -> float:
     """Return what the jackknife adds to the distance of the two curves, in points."""
     return float(e.mean - np.mean(_curve_distances(e)))
-
-
-def _largest_spread(effects: list[Effect], level: str) -> float:
-    """Return the largest standard deviation of the effects at a level over the seeds."""
-    return max(e.sd for e in effects if e.question.name == level)
-
-
-def _half_at_the_end(spread: float) -> float:
-    """Return half of the interval that the final look would have, from the standard
-    deviation over the seeds.
-    """
-    registered, effects, _ = _load()
-    final = registered.stopping["final"]
-    level = final["level"] / len(effects["fresh"])
-    seeds = final["seeds"]
-    return float(t.ppf(1 - level / 2, seeds - 1) * spread / np.sqrt(seeds))
 
 
 def on_fresh_data() -> Effect:

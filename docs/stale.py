@@ -9,6 +9,7 @@ A number, like "best/t_1", a group, like "s16" (16 rollouts stale), and an effec
 of repro/mini/experiment; a method is one of its arms.
 """
 
+from collections.abc import Iterable
 from functools import cache
 
 import numpy as np
@@ -16,7 +17,13 @@ import numpy as np
 from repro.mini.experiment import effects, plan, records
 from repro.mini.experiment.effects import Effect, Places, Runs
 from repro.mini.experiment.plan import Plan
-from repro.mini.experiment.questions import Numbers, Question, difference, term_of
+from repro.mini.experiment.questions import (
+    Numbers,
+    Question,
+    RunRecord,
+    difference,
+    term_of,
+)
 
 DRAWS = 10_000  # of the bootstrap over seeds
 PATH = "test/top_p_0.7"  # the decoding that is evaluated along training
@@ -98,13 +105,20 @@ def change(number: str, before: str, arm: str) -> Effect:
     return ask(Question(number, terms))
 
 
-def largest_norm(arm: str) -> float:
-    """Return the largest norm of a gradient in any run of a method, 16 rollouts stale."""
-    norms = []
-    for (name, group, _, _), run in runs().items():
-        if (name, group) == (arm, "s16"):
-            norms += run["steps"]["grad_norm_max"]
-    return max(norms)
+def runs_of(arm: str) -> list[RunRecord]:
+    """Return the runs of a method, 16 rollouts stale."""
+    return [
+        run
+        for (name, group, _, _), run in runs().items()
+        if (name, group) == (arm, "s16")
+    ]
+
+
+def largest_norm(of_runs: Iterable[RunRecord]) -> float:
+    """Return the largest norm of a gradient, before it is clipped, in any of the runs of
+    any experiment.
+    """
+    return max(max(run["steps"]["grad_norm_max"]) for run in of_runs)
 
 
 def level(number: str, arm: str, group: str = "s16") -> Effect:

@@ -85,7 +85,8 @@ def text() -> str:
         rate = f"{row.rate:g}"
         cells.append([row.updates, rate, best, shown(row.avg), row.best.n])
     assert all(row.avg.low < 0 < row.avg.high for row in rows())
-    return f"{table(columns, cells)}\n\nIn every row the interval of Avg@32 holds 0. {_by_the_clip()}"
+    below = f"In every row the interval of Avg@32 holds 0. {_by_the_clip()}"
+    return f"{table(columns, cells)}\n\n{below}"
 
 
 def _by_the_clip() -> str:

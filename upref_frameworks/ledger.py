@@ -51,6 +51,7 @@ class Evidence:
     expected: str = ""
     found: str = ""
     micro_batches: int = 1
+    # an audit's own row, with which this one is compared, does not say it
     beside_defaults: bool = field(default=False, compare=False)
 
     @property

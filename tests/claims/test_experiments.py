@@ -68,10 +68,11 @@ def test_which_estimators_can_give_best32(holds, counterexample, record_property
         return best_at_k_replaced(torch.arange(32)[None] < k, 32).value
 
     few = [best_of_32_with(k) for k in (1, 2, 3, 4)]
-    values = [
-        100 * (solved + sum(n * x for n, x in zip(rarely, few, strict=True))) / 30
-        for rarely in product(range(5), repeat=4) for solved in range(31) if solved + sum(rarely) <= 30
-    ]  # fmt: skip
+    values = []
+    for rarely in product(range(5), repeat=4):
+        partly = sum(n * x for n, x in zip(rarely, few, strict=True))
+        for solved in range(31 - sum(rarely)):
+            values.append(100 * (solved + partly) / 30)
     hundredths = range(6000, 9801)
     reached = {round(100 * v) for v in values} & set(hundredths)
     share = len(reached) / len(hundredths)
@@ -283,8 +284,8 @@ def test_the_paper_prints_no_record_of_its_runs(not_testable):
     ):
         assert not re.search(pattern, printed, re.IGNORECASE), pattern
     not_testable(
-        "no run of the authors can be read: the printed text names no code, no commit and no log of them; "
-        "the title page links a project page, which was not read"
+        "no run of the authors can be read: the printed text names no code, no commit "
+        "and no log of them; the title page links a project page, which was not read"
     )
 
 
@@ -310,8 +311,8 @@ def test_a_policy_learns_without_a_clip_where_the_ratio_stays(counterexample):
     low = at_dose("dose_low", "reward@change", "is_pg")
     assert at_dose("dose_middle", "reward@change", "is_pg").low < 0
     counterexample(
-        f"change of reward in training without any clip, the ratio kept, one epoch a step, {low.n} seeds, "
-        f"{shown(low)} points; lower end, as a loss",
+        "change of reward in training without any clip, the ratio kept, one epoch a "
+        f"step, {low.n} seeds, {shown(low)} points; lower end, as a loss",
         0,
         low.low,
         operator.lt,
@@ -333,8 +334,8 @@ def test_no_run_on_stale_data_loses_half_of_its_peak(holds, stale_runs):
                 lasted.append(is_whole)
     assert [arm for arm, is_whole in recomputed if not is_whole] == ["dapo"]
     holds(
-        f"runs of DAPO and UP-DAPO on stale data, of {len(lasted)} of 400 steps, whose reward falls below half of "
-        "its peak",
+        f"runs of DAPO and UP-DAPO on stale data, of {len(lasted)} of 400 steps, whose "
+        "reward falls below half of its peak",
         0,
         len(lasted) - sum(lasted),
     )
@@ -348,7 +349,8 @@ def test_largest_gradient_norm_of_up_and_dapo(record_property):
     for name, found in (("dose_low", low), ("dose_middle", middle)):
         record_property(
             "undecided",
-            f"not registered, {found.n} seeds: largest gradient norm UP-DAPO / DAPO, {name} {shown(found)}",
+            f"not registered, {found.n} seeds: largest gradient norm UP-DAPO / DAPO, "
+            f"{name} {shown(found)}",
         )
     # logarithms of ratios
     assert low.low < 0 < low.high and middle.high < 0
@@ -377,7 +379,8 @@ def test_w_reinforce_in_its_authors_form_keeps_its_entropy(seen, record_property
         gain, reward, malformed = ends[arm] = means
         record_property(
             "undecided",
-            f"{name} there: reward {gain:+.1f} points, to {reward:.1f} %; malformed answers at the end {malformed:.0f} %",
+            f"{name} there: reward {gain:+.1f} points, to {reward:.1f} %; malformed "
+            f"answers at the end {malformed:.0f} %",
         )
     assert ends["w_reinforce_code"][0] < ends["grpo"][0] / 3
     assert 40 < ends["w_reinforce_code"][2] < 50 and ends["grpo"][2] < 15
@@ -415,7 +418,8 @@ def test_best32_where_lp_old_is_recomputed(record_property):
     assert found.word == "no difference" and found.high < found.question.margin == 4
     record_property(
         "excluded",
-        f"registered, {found.n} seeds: Best@32 UP-DAPO − DAPO, 16 rollouts stale, lp_old recomputed {shown(found)} points",
+        f"registered, {found.n} seeds: Best@32 UP-DAPO − DAPO, 16 rollouts stale, lp_old "
+        f"recomputed {shown(found)} points",
     )
 
 
@@ -427,16 +431,17 @@ def test_best32_from_each_base_on_stale_data(stale_runs, record_property):
             seeds = sorted({seed for *_, seed in stale_runs})
             found = effects.plain(question, stale_runs, seeds, [base])
             ends[base, at, arm] = found.mean
-    walk, biased = (
-        [ends[base, "first", "dapo"], ends[base, "last", "dapo"], ends[base, "last", "up_dapo"]]
-        for base in ("walk", "biased")
-    )  # fmt: skip
-    assert walk[0] > walk[2] > walk[1] and biased[2] > biased[1] > biased[0]
-    for start, dapo, up in (walk, biased):
+    falls = "walk"
+    rises = "biased"
+    for base in (falls, rises):
+        start = ends[base, "first", "dapo"]
+        dapo = ends[base, "last", "dapo"]
+        up = ends[base, "last", "up_dapo"]
+        assert up > dapo and (start > up if base == falls else dapo > start)
         record_property(
             "undecided",
-            f"not registered, {found.n} seeds, 16 rollouts stale: Best@32 from {start:.1f} % to {up:.1f} % under "
-            f"UP-DAPO and {dapo:.1f} % under DAPO",
+            f"not registered, {found.n} seeds, 16 rollouts stale: Best@32 from "
+            f"{start:.1f} % to {up:.1f} % under UP-DAPO and {dapo:.1f} % under DAPO",
         )
 
 
@@ -456,19 +461,21 @@ def test_entropy_and_best32_over_methods_and_runs(record_property):
     """
     of_stale, cells = stale.entropy_and_best()
     of_controls, methods = controls.entropy_and_best()
-    runs = [
-        run
-        for run in records.load(plan.load("dose_low").results).values()
-        if run["status"] == "done" and run["settings"]["base"] == "walk" and "solved" in run
-    ]  # fmt: skip
+    runs = []
+    for run in records.load(plan.load("dose_low").results).values():
+        is_done = run["status"] == "done" and "solved" in run
+        if is_done and run["settings"]["base"] == "walk":
+            runs.append(run)
     kept = [entropy_and_best32_kept(run) for run in runs]
     of_runs = spearmanr(*zip(*kept, strict=True)).statistic
     assert of_stale > 0.9 and of_controls > 0.5 and of_runs < -0.3
-    for what, found in (
-        (f"{cells} settings on stale data, means over seeds, correlation", of_stale),
-        (f"{methods} methods of the controls, means over seeds, correlation", of_controls),
-        (f"{len(runs)} runs of the second round, what is kept of each, rank correlation", of_runs),
-    ):  # fmt: skip
+    correlations = {
+        f"{cells} settings on stale data, means over seeds, correlation": of_stale,
+        f"{methods} methods of the controls, means over seeds, correlation": of_controls,
+        f"{len(runs)} runs of the second round, what is kept of each, rank "
+        "correlation": of_runs,
+    }
+    for what, found in correlations.items():
         record_property(
             "undecided", f"not registered, entropy and Best@32 over {what} {found:+.2f}"
         )
@@ -485,7 +492,8 @@ def test_peaks_of_best32_in_the_miniature(seen_on_stale_data, record_property):
             assert not compared or max(best) == best[0], run["name"]
     record_property(
         "undecided",
-        "round two: in every run of DAPO and UP-DAPO at the three doses the peak of Best@32 is the untrained policy's",
+        "round two: in every run of DAPO and UP-DAPO at the three doses the peak of "
+        "Best@32 is the untrained policy's",
     )
     gains = [
         seen_on_stale_data("peak of Best@32 UP-DAPO − DAPO", "best@highest", s)

@@ -19,6 +19,7 @@ from upref_frameworks.audits.recipe import (
     recipe as once,
     typed_fields,
 )
+from upref_frameworks.trl.accelerate_state import restored_state
 
 recipe = cache(once)
 STARTED = ("trl", "unsloth", "verl")  # configurations that this environment has
@@ -38,18 +39,9 @@ def accelerate_as_before():
     """Restore accelerate's state after each test: a configuration of TRL's sets the
     device of the process, which the trainers of other tests choose.
     """
-    state = pytest.importorskip(
-        "accelerate.state", reason="`repro/venv.sh trl` installs it"
-    )
-    shared = [
-        c._shared_state
-        for c in (state.PartialState, state.AcceleratorState, state.GradientState)
-    ]
-    before = [dict(s) for s in shared]
-    yield
-    for s, kept in zip(shared, before, strict=True):
-        s.clear()
-        s.update(kept)
+    pytest.importorskip("accelerate", reason="`repro/venv.sh trl` installs it")
+    with restored_state():
+        yield
 
 
 @pytest.mark.trl

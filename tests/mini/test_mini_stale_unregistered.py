@@ -240,7 +240,8 @@ def test_the_numbers_of_readme(runs):
         f"right at least once in 32 | {gain[16]} | {plain(sampled['best'])} |",
         f"right on average | {average} | {plain(sampled['avg'])}; {below} |",
         f"the most frequent is right | {majority}, not registered | {plain(sampled['maj'])} |",
-        f"Best@32 {gain[16]} points, average {average}. Fresh data, Best@32: no gain shown at 8 updates",
+        f"Best@32 {gain[16]} points, average {average}. Fresh data, Best@32: no gain "
+        "shown at 8 updates",
         f"from the base at {ends[walk, 'dapo', 0]} % Best@32 falls to "
         f"{ends[walk, 'up_dapo', -1]} % under UP and to {ends[walk, 'dapo', -1]} % under "
         f"DAPO; from the base at {ends[biased, 'dapo', 0]} % it rises to "

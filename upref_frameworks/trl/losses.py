@@ -16,7 +16,7 @@ import logging
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -32,6 +32,7 @@ from upref.user_code.guard import state_restored
 from upref.user_code.loss import MAIN, Loss, OtherInputs
 from upref.user_code.settings import describe_fields
 from upref_frameworks.settings import Bare, clip_bounds, split_name
+from upref_frameworks.trl.accelerate_state import copy_of_state, restored_state
 
 
 def import_trl() -> ModuleType:
@@ -227,38 +228,8 @@ def _trainer(cls: type, settings: tuple[tuple[str, Any], ...]) -> Any:
     finally:
         logging.disable(level)
     trainer.beta = args.beta = beta
-    trainer.accelerate_state = [dict(state) for state in _shared_states()]
+    trainer.accelerate_state = copy_of_state()
     return trainer
-
-
-def _shared_states() -> list[dict[str, Any]]:
-    """Return the three states that accelerate shares between all trainers of the
-    process: the dictionaries themselves.
-    """
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    return [c._shared_state for c in (PartialState, AcceleratorState, GradientState)]
-
-
-@contextlib.contextmanager
-def _accelerate_state_of(trainer: Any) -> Iterator[None]:
-    """Give accelerate the state with which the trainer was built, and then that of the
-    process again: a GRPOConfig that was made in between has cleared it.
-
-    Args:
-        trainer: of `_trainer`.
-    """
-    shared = _shared_states()
-    before = [dict(state) for state in shared]
-    try:
-        for state, kept in zip(shared, trainer.accelerate_state, strict=True):
-            state.clear()
-            state.update(kept)
-        yield
-    finally:
-        for state, kept in zip(shared, before, strict=True):
-            state.clear()
-            state.update(kept)
 
 
 class _StandIn(torch.nn.Module):
@@ -355,7 +326,8 @@ def trl_loss(
     used_vllm = trainer.use_vllm
     trainer.use_vllm = used_vllm or "importance_sampling_ratio" in inputs
     try:
-        with _accelerate_state_of(trainer):
+        # a GRPOConfig that was made since has cleared the state
+        with restored_state(trainer.accelerate_state):
             trainer.training_step(_StandIn(padded(batch.logp), entropy), inputs, None)
     finally:
         del accelerator.backward

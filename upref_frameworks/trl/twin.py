@@ -13,6 +13,7 @@ from upref.step.check import StepReport
 from upref.user_code.guard import state_restored
 from upref_frameworks.steps.twin import twin
 from upref_frameworks.trl import step as trl
+from upref_frameworks.trl.accelerate_state import restored_state
 
 # fields of GRPOConfig that a twin takes over; micro-batches are cut to its eight
 # responses
@@ -59,8 +60,6 @@ def trl_twin(
         InputError: no twin of this model can be made, several processes train, or the
             objective needs a sampler.
     """
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise InputError(
             "step_check needs one process: start the script once without a launcher, then drop it."
@@ -69,51 +68,44 @@ def trl_twin(
         raise InputError(
             f"{objective.name} corrects for the sampler, and a twin has none: leave step_check out."
         )
-    shared = [c._shared_state for c in (PartialState, AcceleratorState, GradientState)]  # noqa: SLF001
     # the run's device and ranks, which a trainer on the CPU overwrites
-    before = [dict(s) for s in shared]
-    try:
-        with state_restored():
-            args = args or trl.default_config()
-            settings = {k: getattr(args, k) for k in KEPT}
-            asked = args.model_init_kwargs or {}
-            how = {
-                k: asked[k]
-                for k in ("attn_implementation", "revision", "trust_remote_code")
-                if k in asked
-            }
-            size = min(2, settings["per_device_train_batch_size"])
-            acc = settings["gradient_accumulation_steps"]
-            micro_batches = 8 // size  # micro-batches of the eight responses
-            if acc >= settings["steps_per_generation"] * settings["num_iterations"]:
-                # one optimizer step a generation batch, as in the run
-                acc = micro_batches
-            else:
-                acc = min(2, acc)
-            acc = 1 if objective.batch_coupled else acc
-            settings |= dict(
-                per_device_train_batch_size=size,
-                steps_per_generation=micro_batches,
-                gradient_accumulation_steps=acc,
-                learning_rate=RATES.get(objective.level, 0.01),
-            )
-            arguments = {
-                "objective": objective,
-                "hp": hp,
-                "parity": {"first": 0, "every": 0},
-            }
-            return trl.report(
-                twin(model, peft_config, **how),
-                settings,
-                trl.batch(),
-                objective,
-                hp,
-                {"beta": settings["beta"]},
-                step=int(acc < micro_batches),
-                cls=cls,
-                more=arguments,
-            )
-    finally:
-        for s, saved in zip(shared, before, strict=True):
-            s.clear()
-            s.update(saved)
+    with restored_state(), state_restored():
+        args = args or trl.default_config()
+        settings = {k: getattr(args, k) for k in KEPT}
+        asked = args.model_init_kwargs or {}
+        how = {
+            k: asked[k]
+            for k in ("attn_implementation", "revision", "trust_remote_code")
+            if k in asked
+        }
+        size = min(2, settings["per_device_train_batch_size"])
+        acc = settings["gradient_accumulation_steps"]
+        micro_batches = 8 // size  # micro-batches of the eight responses
+        if acc >= settings["steps_per_generation"] * settings["num_iterations"]:
+            # one optimizer step a generation batch, as in the run
+            acc = micro_batches
+        else:
+            acc = min(2, acc)
+        acc = 1 if objective.batch_coupled else acc
+        settings |= dict(
+            per_device_train_batch_size=size,
+            steps_per_generation=micro_batches,
+            gradient_accumulation_steps=acc,
+            learning_rate=RATES.get(objective.level, 0.01),
+        )
+        arguments = {
+            "objective": objective,
+            "hp": hp,
+            "parity": {"first": 0, "every": 0},
+        }
+        return trl.report(
+            twin(model, peft_config, **how),
+            settings,
+            trl.batch(),
+            objective,
+            hp,
+            {"beta": settings["beta"]},
+            step=int(acc < micro_batches),
+            cls=cls,
+            more=arguments,
+        )

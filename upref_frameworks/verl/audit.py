@@ -16,6 +16,7 @@ from torch import Tensor
 from upref import advantages, token_advantages
 from upref.objectives.cov import covariance, cut
 from upref.ops import binary_kl
+from upref.registry import get
 from upref.rollouts import Rollouts
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, LossFault, aggregated, fault, with_hp
@@ -63,9 +64,6 @@ MICRO_MEAN = fault(
 )
 
 
-PAPERS_DELTA = {"tv": 0.15, "kl": 0.05}  # of DPPO, by its divergence
-
-
 def _dppo_faults(kind: str, delta: float, trunc: float) -> tuple[LossFault, ...]:
     """Return the faults of verl's DPPO: it cuts the ratio at `trunc` outside of the
     derivative, its delta may not be the paper's, and its KL variant (kind "kl") adds
@@ -82,9 +80,10 @@ def _dppo_faults(kind: str, delta: float, trunc: float) -> tuple[LossFault, ...]
         "1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)"
     )
     near_kl = fault(reason, "rounding", skip=is_near_bound)
-    hp = {"delta": PAPERS_DELTA[kind], "trunc": trunc}
+    papers = get(f"dppo_{kind}").resolve({})["delta"]
+    hp = {"delta": papers, "trunc": trunc}
     faults = [fault(words, "objective", objective=name, hp=hp)]
-    if delta != PAPERS_DELTA[kind]:
+    if delta != papers:
         faults.append(with_hp(delta=delta))
     if kind == "kl":
         faults.append(near_kl)

@@ -51,7 +51,7 @@ def run_all(
     jobs: int,
     lock: int,
     hours: float = float("inf"),
-    train: str = "",
+    train: str | None = None,
     device: str = "cpu",
     ended: Callable[[], object] = lambda: None,
 ) -> list[str]:
@@ -66,7 +66,7 @@ def run_all(
         jobs: runs at a time.
         lock: from `alone`.
         hours: no run is started after these; those that train are waited for.
-        train: the module that trains, instead of TRAIN.
+        train: the module that trains; None: TRAIN.
         device: as torch names it.
         ended: called whenever one more has ended.
 
