@@ -21,7 +21,7 @@ const PRESETS = [
   ["Bounds that depend on π_old", "o=dppo_tv;bandpo_tv;bandpo_chi2;dppo_kl&A=1&mu=0.05&p=0.08",
     "A clip of the ratio leaves rare tokens the least room. These four bound a distance between probabilities instead."],
   ["One response at a time", "o=gspo;up_gspo;gmpo&A=1&mu=0.3&p=0.3001",
-    "Sequence level: π is the geometric mean over a response, and GSPO's window is a thousand times narrower."],
+    "Sequence level: π is the geometric mean over a response, and GSPO's window is about 700 times narrower."],
   ["Rare tokens", "o=dapo;up_dapo;dppo_tv&A=1&mu=0.001&p=0.001&log=1",
     "The same squares on logarithmic axes. For a token of probability 0.001, DAPO's clip leaves almost no room; UP leaves all of the rest."],
   ["A step beyond Cap", "o=dapo;dapo~eps_high:0.6&A=1&mu=0.2&p=0.24&eta=6",
