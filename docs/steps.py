@@ -126,10 +126,10 @@ def suite_dates() -> str:
     added = [case for case in CASES.values() if case.suite == newest]
     # cases of one process by their ids, those of several by their levels
     ids = [case.id for case in added if case.level <= SINGLE]
-    levels = sorted({case.level for case in added if case.level > SINGLE})
+    *first, last = sorted({case.level for case in added if case.level > SINGLE})
     return (
         f"{newest} is the newest, and the default. It adds {markdown.codes(ids)} and "
-        f"the levels {' and '.join(map(str, levels))} to {before}. It is open until the first release of upref; "
+        f"the levels {', '.join(map(str, first))} and {last} to {before}. It is open until the first release of upref; "
         "a build that must not change names the one before."
     )
 

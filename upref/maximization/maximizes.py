@@ -165,7 +165,7 @@ def maximizes(
 
     A policy of two tokens is listed whole: all responses, and all groups of them. The
     expected gradient E = Σ_groups P(group) ∇J(group), P held fixed as autograd holds
-    it, is exact. It is compared with the gradients of `functions.FUNCTIONS` at five
+    it, is exact. It is compared with the gradients of `functions.FUNCTIONS` at four
     policies. Where none fits, the derivative of E shows whether E is a gradient at all.
 
     Args:

@@ -12,8 +12,8 @@ A *pattern* is what is fixed of the batch, such as its mask (upref.proof.domain)
 
 Nothing of this is believed unseen. A path counts only if its conditions hold at a point
 where both functions ran, and if the solver finds them free of contradictions. Formulas
-count only if they give the numbers that the functions gave, at that point and at two
-others of the path. A difference counts only if the functions differ where they run.
+count only if they give the numbers that the functions gave, at that point and at
+six others of the path. A difference counts only if the functions differ where they run.
 """
 
 import itertools

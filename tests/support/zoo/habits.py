@@ -324,7 +324,7 @@ def k3(clamp):
 
 
 ESTIMATORS = [
-    Habit("any eps added to the standard deviation; division by G or by G - 1", NOTED,
+    Habit("an eps of at most 1e-3 added to the standard deviation; division by G or by G - 1", NOTED,
           "papers leave both open; the report names the function's",
           N("eps", normed(lambda x: x.std() + 1e-4)), "group_norm", "eps = 0.0001", kind="advantages"),
     Habit("a floor under the standard deviation", NOTED, "papers leave it open; the report names it",
