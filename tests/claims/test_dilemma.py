@@ -244,6 +244,20 @@ def test_ppo_clips_and_trpo_does_not(holds, counterexample):
     )
 
 
+def test_the_room_that_methods_with_pi_old_leave(holds, counterexample):
+    """SAPO's weight fades, and never ends."""
+
+    def cap(name):
+        return upref.capacity(name, 0.01, 0.01, 1.0).item()
+
+    for name in ("bandpo_kl", "gmpo"):
+        where = f"Cap of {name} at π_θ = π_old = 0.01, against UP-DAPO's"
+        holds(where, cap("up_dapo"), cap(name), operator.lt)
+    where = "Cap of sapo at π_θ = π_old = 0.01, against UP-DAPO's"
+    counterexample(where, cap("up_dapo"), cap("sapo"), operator.lt)
+    assert 0 < weight("sapo", 20.0, 1.0) < 1e-3
+
+
 def test_the_methods_of_section_2_read_the_old_policy(holds):
     """One right response of two tokens under the same π_θ, at two old policies."""
     now, mask = T(0.5, 0.4).log()[None], torch.ones(1, 2, dtype=torch.bool)

@@ -169,6 +169,26 @@ def test_the_margin_over_gspo(holds):
     assert f"{float(unrounded[OURS] - unrounded['GSPO']):.3f}" == "1.150"
 
 
+def test_gspo_has_the_best_average_of_the_eleven(holds):
+    holds("GSPO's average, in per cent", 60.15, AVERAGE["GSPO"])
+    others = [a for name, a in AVERAGE.items() if name not in (OURS, "GSPO")]
+    holds("best average of the other ten", AVERAGE["GSPO"], max(others), operator.lt)
+
+
+def test_averages_of_those_said_to_keep_their_entropy(holds, counterexample):
+    """UP-GRPO is above all nine others, W-REINFORCE below six, ASPO below one."""
+    kept = (OURS, "W-REINFORCE", "ASPO")
+    lost = {name: a for name, a in AVERAGE.items() if name not in kept}
+    best = max(lost.values())
+    assert len(lost) == 9 and best == lost["GSPO"]
+    below = [sum(AVERAGE[name] < a for a in lost.values()) for name in kept]
+    assert below == [0, 6, 1]
+    where = "average, against the best of the nine said to collapse"
+    holds(f"UP-GRPO's {where}", best, AVERAGE[OURS], operator.gt)
+    for name in kept[1:]:
+        counterexample(f"{name}'s {where}", best, AVERAGE[name], operator.gt)
+
+
 def test_up_grpo_is_first_or_tied_on_four(holds):
     first = [PRINTED[OURS][j] >= best_other(j) for j in range(5)]
     holds("benchmarks on which UP-GRPO is first or ties", 4, sum(first))
@@ -302,6 +322,35 @@ def at_dose(name, number, *arms, ratio=False):
     ]
     question = Question(terms[0].metric, tuple(terms), ratio=ratio)
     return effects.plain(question, runs, dose.main["seeds"], [""])
+
+
+def test_entropy_of_up_grpo_beside_the_eleven(record_property):
+    """W-REINFORCE as its authors train it has more entropy, and over the whole of
+    training GSPO has; at the end UP-GRPO has more than the other nine.
+    """
+    rivals = {"gspo": "GSPO", "w_reinforce_code": "W-REINFORCE as its authors train it"}
+    for number, when in (("entropy@mean", "mean of training"), ("entropy", "end")):
+        for arm, name in rivals.items():
+            found = at_dose("family_tuned", number, "up_grpo", arm)
+            assert found.high < 0 or (arm, when) == ("gspo", "end")
+            record_property(
+                "undecided",
+                f"not registered, {found.n} seeds: entropy, {when}, UP-GRPO − {name} "
+                f"{shown(found)} nats",
+            )
+    others = (
+        "grpo",
+        "dr_grpo",
+        "cispo",
+        "dppo_tv",
+        "gmpo",
+        "sapo",
+        "reinforce_pp",
+        "rloo",
+        "aspo",
+    )
+    for arm in others:
+        assert at_dose("family_tuned", "entropy", "up_grpo", arm).low > 0
 
 
 def test_a_policy_learns_without_a_clip_where_the_ratio_stays(counterexample):

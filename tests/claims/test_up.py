@@ -12,6 +12,7 @@ import torch
 
 import upref
 from tests.support.on_tokens import F64, T, flow, gradient, weight
+from upref.advantages import group_norm
 from upref.rollouts import autograd_gradient
 from upref.weights.batches import batch
 
@@ -33,6 +34,22 @@ def test_cap_of_up_is_1_minus_p(holds):
         0.9872,
         upref.capacity("up_dapo", 0.0128, 0.01, 1.0).item(),
     )
+
+
+def test_the_sign_of_an_advantage_and_correctness(holds, counterexample):
+    """A third reward, here of wrong and too long answers, gives wrong ones A > 0."""
+
+    def above(*rewards):
+        group = torch.zeros(len(rewards), dtype=torch.int64)
+        return (group_norm(T(*rewards), group) > 0).sum().item()
+
+    holds("rollouts with A > 0, two of four right", 2, above(1.0, 0.0, 0.0, 1.0))
+    counterexample(
+        "rollouts with A > 0, all four wrong, two of them too long: rewards -1 and -2",
+        0,
+        above(-1.0, -1.0, -2.0, -2.0),
+    )
+    counterexample("rollouts with A > 0, all four right", 4, above(1.0, 1.0, 1.0, 1.0))
 
 
 def with_dual_clip(c):

@@ -12,7 +12,7 @@ from upref.ops import exp, minimum, when
     known_from="the paper's abstract, the authors' README and trainer.py",
     defaults={"eps": "9.0: the authors' README, clip_eps = 9.0"},
     on_policy_exception="responses that are not winners are dropped",
-    note="Winners alone, with PPO's upper clip: UP's opposite, which unclips the winners and keeps the losers. The "
+    note="Winners alone, with PPO's upper clip. UP does the reverse: it unclips the winners and keeps the losers. The "
     "authors also divide by a fixed length: aggregate(..., 'seq-mean-token-sum-norm', length=L).",
 )
 def wapo(lp, lp_old, A, *, eps=9.0):
