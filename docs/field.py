@@ -151,8 +151,8 @@ def _file_of_steps(name: str) -> Path:
 
 
 def stepped(name: str, rows: list[dict[str, Any]]) -> Cell:
-    """Return the cell of a trainer's whole step: how many settings agree, and the worst
-    status of the notes on those that differ.
+    """Return the cell of a trainer's whole step: how many settings agree of those that
+    run, and the worst status of the notes on those that differ.
 
     Args:
         name: the trainer.
@@ -167,9 +167,12 @@ def stepped(name: str, rows: list[dict[str, Any]]) -> Cell:
         notes = filter(None, [steps.note_of(name, row) for row in differ])
         status = min((note["status"] for note in notes), key=ORDER.index)
     agree = len(compared) - len(differ)
+    not_run = ""
+    if len(compared) < len(rows):
+        not_run = f", {len(rows) - len(compared)} do not run"
     return Cell(
         status,
-        f": {agree} of {len(rows)} settings agree",
+        f": {agree} of {len(compared)} settings agree{not_run}",
         "steps.md",
         read_tables(name)["ledger"]["version"],
         record.read(_file_of_steps(name))[0].date,

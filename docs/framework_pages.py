@@ -281,11 +281,12 @@ def of_row(e: Entry, every: list[Entry]) -> list[Entry]:
 
 def _status(same: list[Entry]) -> str:
     """Return the severity and the status of the first entry of a row, and which
-    frameworks document it where some do and some do not.
+    frameworks document it, where some do not or it is a surprise all the same.
     """
     status = f"**{same[0].severity}**, {same[0].status}"
     documented = [x.framework for x in same if x.words]
-    if 0 < len(documented) < len(same):
+    is_surprising = same[0].status == "surprising default"
+    if documented and (len(documented) < len(same) or is_surprising):
         status += f"; documented by {', '.join(documented)}"
     return status
 

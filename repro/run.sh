@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# repro/run.sh OBJECTIVE [SCALE] [OVERRIDES...]      Needs only Python 3.11 to 3.13; makes .venv in the checkout on first use.
+# repro/run.sh OBJECTIVE [SCALE] [OVERRIDES...]      Needs only Python 3.11 to 3.13 (smoke, cpu, gpu1: 3.11 or
+#                                                    3.12; gpu8, paper: 3.12); makes .venv in the checkout on first use.
 #
 #   mini         train the objective and its baseline, tiny, on this CPU, and report
 #   lm           train SmolLM2-135M-Instruct, a pretrained language model that pip brings, on two-digit addition, on this CPU
@@ -21,7 +22,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ $# -eq 0 || $1 == -* ]]; then
-    echo "usage: repro/run.sh OBJECTIVE [mini|lm|reference|smoke|trl|gpu1|gpu8|paper] [name=value...], for example: repro/run.sh up_dapo (all: .venv/bin/upref list)" >&2
+    echo "usage: repro/run.sh OBJECTIVE [mini|lm|reference|smoke|cpu|trl|gpu1|gpu8|paper] [name=value...], for example: repro/run.sh up_dapo (all: .venv/bin/upref list)" >&2
     exit 2
 fi
 objective=$1 scale=
@@ -32,7 +33,7 @@ if [[ $# -gt 0 && $1 != *=* && $1 != -* ]]; then
 fi
 if [[ -z $scale && -z ${RAY_ADDRESS-} ]] && ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
     scale=mini
-    echo "mini: no NVIDIA GPU is visible here (other scales without one: lm, reference, smoke; with one: trl, gpu1, gpu8, paper)."
+    echo "mini: no NVIDIA GPU is visible here (other scales without one: lm, reference, smoke, cpu, trl --tiny; with one: trl, gpu1, gpu8, paper)."
 fi
 if [[ -n ${UPREF_PYTHON-} ]]; then
     absent='(p for p in ("torch", "verl", "omegaconf") if not importlib.util.find_spec(p))'
