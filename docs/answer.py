@@ -36,7 +36,6 @@ def text() -> str:
     _assert_fresh_data()
     at_16 = without_lag.row_of(16, 3e-4)
     at_16_later = second_controls.on_fresh_data()
-    assert at_16_later.word == "undecided"
     words = (
         "**On stale data UP beats DAPO at Best@32 (right at least once in 32), not "
         "on average. Dropping DAPO's upper clip gives about half of that.** Tiny "
@@ -45,10 +44,11 @@ def text() -> str:
         "16 [rollouts](docs/glossary.md#a-token-and-its-gradient) stale, "
         "[top-p 0.7](docs/findings.md#the-words): Best@32 "
         f"{shown(gain)} points, average {shown(average)}. Fresh data, Best@32: no gain "
-        f"shown at 8 updates a rollout. At 16: {at_16.registered} in [one "
-        f"experiment](docs/findings.md#without-a-lag); {shown(at_16_later)}, undecided "
-        f"after {at_16_later.n} seeds, in [another]({second_controls.PAGE}). "
-        f"{controls.at_equal_average(second_controls.at_one_rate())} [Evidence](docs/findings.md)."
+        f"shown at 8 updates a rollout. At 16: {at_16.registered} at rate 3e-4 in [one "
+        f"experiment](docs/findings.md#without-a-lag), {shown(at_16_later)} at 1e-4 "
+        f"in [another]({second_controls.PAGE}). "
+        f"{controls.at_equal_average(second_controls.at_one_rate())} "
+        "[Evidence](docs/findings.md)."
     )
     count = len(re.sub(r"\]\([^)]*\)", "]", words).split())
     assert count <= 120, f"README's answer has {count} words"
@@ -84,7 +84,7 @@ def _assert_half_by_the_clip(registered: Registered) -> None:
     beyond_clip = registered["neighbours", "best", "dapo_no_upper_clip", "s16"]
     assert 0.45 < 1 - beyond_clip.mean / gain.mean < 0.55
     assert 0.62 < controls.share_of_the_clip("best/top_p_0.7") < 0.72
-    assert 0.37 < second_controls.share_of_the_clip() < 0.47
+    assert 0.45 < second_controls.share_of_the_clip() < 0.6
     assert 0.85 < controls.share_of_the_clip("equal_avg/t_1") < 1
 
 
@@ -108,7 +108,7 @@ def on_fresh_data() -> str:
     assert at_8.word == "no difference"
     at_3e_4, at_1e_4 = (without_lag.row_of(16, rate) for rate in (3e-4, 1e-4))
     later = second_controls.on_fresh_data()
-    assert later.word == "undecided" and later.low < at_1e_4.best.mean < later.high
+    assert later.low < at_1e_4.best.high and at_1e_4.best.low < later.high
     return (
         "On fresh data the evidence is mixed. At 8 updates a rollout the registered "
         f"verdict is *no difference*: Best@32 {shown(at_8)}, within a margin of "
@@ -116,11 +116,11 @@ def on_fresh_data() -> str:
         "A1, UP's is [higher](#without-a-lag) in runs of 100 steps from one base: "
         f"{at_3e_4.registered} at the learning rate {at_3e_4.rate:g} (registered), and "
         f"{shown(at_1e_4.best)} at {at_1e_4.rate:g} (not registered). In runs of 400 steps "
-        "from two bases at 0.0001, the first look of the [second "
-        f"controls](#the-second-controls) leaves it undecided: {shown(later)}. The two "
-        "experiments do not contradict each other: the second interval is wide. At equal "
-        "Avg@32 one of two levels shows a gain on DAPO, a fragile one. Beyond DAPO without "
-        "its upper clip no gain is shown on fresh data."
+        "from two bases at 0.0001, the [second controls](#the-second-controls) find "
+        f"*{later.word}* in a secondary family, within a margin of "
+        f"{later.question.margin:g}: {shown(later)}. The intervals overlap; base, steps "
+        "and prompts differ. "
+        f"{second_controls.at_equal_average_on_fresh_data()}"
     )
 
 

@@ -65,8 +65,8 @@ def at_equal_average(at_one_rate: str) -> str:
     """Return README's sentence on UP-DAPO at equal Avg@32.
 
     Args:
-        at_one_rate: the word on UP-DAPO minus DAPO without its upper clip at one
-            learning rate, of another experiment.
+        at_one_rate: UP-DAPO minus DAPO without its upper clip at one learning rate, in
+            words, of another experiment.
     """
     registered, _, effects = _load()
     assert answer.against(registered, effects, "dapo_no_upper_clip") == "nothing more"
@@ -76,9 +76,9 @@ def at_equal_average(at_one_rate: str) -> str:
     )
     assert _rate("dapo_no_upper_clip") == 5.5e-5 and _rate("up_dapo") == 1e-4
     return (
-        "Stale, at [equal average](repro/mini/controls/README.md) (that of T = 1), UP's "
-        f"Best@32 exceeds DAPO's by {dapo}, and that of DAPO without upper clip by "
-        f"{without_clip} (at half of UP's learning rate; at UP's rate {at_one_rate})."
+        "Stale, at [equal average](repro/mini/controls/README.md) (of T = 1), UP's "
+        f"Best@32 exceeds DAPO's by {dapo} and DAPO's without upper clip by {without_clip} "
+        f"at half UP's rate, {at_one_rate}."
     )
 
 

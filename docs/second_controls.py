@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the second registered experiment on UP's controls has found so far, for
-docs/findings.md and README.
+"""What the second registered experiment on UP's controls found, for docs/findings.md and
+README.
 
 It compares UP-DAPO with DAPO without its upper clip at one learning rate, and with DAPO
-with smaller entropy bonuses than the one that `controls` searched. Each seed has its own
-problems. The words are typed, the numbers computed; an AssertionError says that the
-records no longer support the words.
+with smaller entropy bonuses than the one that `controls` searched; on fresh data, with
+DAPO. Each seed has its own problems. The words are typed, the numbers computed; an
+AssertionError says that the records no longer support the words.
 """
 
 from functools import cache
 
 import numpy as np
-from scipy.stats import t
 
 from docs import stale
 from docs.controls import (
@@ -51,32 +50,27 @@ FIXED = {  # the numbers at the two fixed decodings
 
 
 def text() -> str:
-    """Return the last look that was taken, and its effects as tables; before the first
-    look only how far the runs are.
-    """
+    """Return the registered answer of the final look, and its effects as tables."""
     registered, effects, progress = _load()
-    first = registered.stopping["first"]
     at_equal = [e for name in AT_EQUAL_AVERAGE for e in effects[name]]
-    if any(e.word == "not finished" for e in at_equal):
-        return (
-            f"{progress} The first look is at {first['seeds']} seeds; before it nothing "
-            "is known."
-        )
     every = [e for of_family in effects.values() for e in of_family]
     verdict = ANSWERS[answer(registered, every)]
     return "\n".join(
         [
-            f"The registered answer at {_which_look()}: **{verdict}**. It rests on the "
-            "first two rows, the primary family; the other rows are "
-            f"secondary.{_power()} {progress}{_between_looks()}",
+            f"The registered answer at the final look, with {len(_seeds())} seeds: "
+            f"**{verdict}**. It rests on the first two rows, the primary family; the "
+            f"other rows are secondary. {progress}",
+            "",
+            _what_is_undecided(),
             "",
             "Best@32 at equal Avg@32, 16 rollouts stale, in points. Where no rate is named "
             "it is 1e-4. The margins are 1 and 1.8, half of UP-DAPO's gain on DAPO in the "
-            "first controls. The intervals of the first look have "
-            f"{_percent('first')} for each family, and those of the final look "
-            f"{_percent('final')}; both looks together have 95 %.",
+            f"first controls. {_of_two_looks()}",
             "",
             _equal_table(at_equal),
+            "",
+            "An end that is printed as +0.0 lies on the side of 0 that the word says. "
+            f"{_by_the_first_look(at_equal)}",
             "",
             _bonuses(),
             "",
@@ -92,57 +86,75 @@ def text() -> str:
     )
 
 
-def _seeds_of_look() -> int:
-    """Return how many seeds the last look at stale data has.
+def _seeds() -> list[int]:
+    """Return the seeds of the final look."""
+    registered, _, _ = _load()
+    return list(registered.main["seeds"])
 
-    Raises:
-        AssertionError: an effect at equal Avg@32 has another number of them.
+
+def _what_is_undecided() -> str:
+    """Return what the registered answer rests on, and what stays possible."""
+    _, effects, _ = _load()
+    at_t_1, at_top_p = _beyond_clip()
+    of_dapo = [effect_of(effects["clip"], "dapo", level) for level in LEVELS]
+    assert [e.word for e in of_dapo] == ["gains", "gains"]
+    assert at_t_1.low < 0 < at_t_1.high and at_top_p.low < 0 < at_top_p.high
+    assert at_t_1.high > at_t_1.question.margin
+    return (
+        "Against DAPO UP-DAPO gains at both levels. Beyond DAPO without its upper clip, "
+        f"at UP's rate, neither level shows a gain: {shown(at_t_1)} and "
+        f"{shown(at_top_p)}. A gain of up to {at_t_1.high:.1f} points at the Avg@32 of T "
+        f"= 1, and a loss of up to {-at_top_p.low:.1f} at that of top-p 0.9, stay "
+        "possible. The first controls' *no* has wider margins, 2 and 4, and half of UP's "
+        "rate for DAPO without its upper clip: it answers another question."
+    )
+
+
+def _beyond_clip() -> list[Effect]:
+    """Return UP-DAPO minus DAPO without its upper clip, both at 1e-4, at both levels: in
+    Best@32 at equal Avg@32, 16 rollouts stale.
     """
+    _, effects, _ = _load()
+    return [effect_of(effects["clip"], "dapo_no_upper_clip", level) for level in LEVELS]
+
+
+def _of_two_looks() -> str:
+    """Return how the intervals of two looks make one, as sentences."""
     registered, effects, _ = _load()
-    counts = {e.n for name in AT_EQUAL_AVERAGE for e in effects[name]}
-    (seeds,) = counts
-    assert seeds in (
-        registered.stopping["first"]["seeds"],
-        registered.stopping["final"]["seeds"],
-    )
-    return seeds
-
-
-def _is_final() -> bool:
-    """Return whether the last look at stale data is the final one."""
-    registered, _, _ = _load()
-    return _seeds_of_look() == registered.stopping["final"]["seeds"]
-
-
-def _which_look() -> str:
-    """Return the name of the last look, with its seeds."""
-    registered, _, _ = _load()
-    final = registered.stopping["final"]["seeds"]
-    if _is_final():
-        return f"the final look, with {final} seeds"
-    return f"the first of two looks, with {_seeds_of_look()} of {final} seeds"
-
-
-def _power() -> str:
-    """Return a sentence on the power of a first look; "" at the final one."""
-    if _is_final():
-        return ""
+    first = registered.stopping["first"]
     return (
-        " A first look has [little power](../repro/mini/controls2/power.md) for effects "
-        "at equal Avg@32 as large as the margins."
+        "An interval is what two intervals have in common: that of the first look, with "
+        f"{first['seeds']} seeds, has {_percent('first')} for each family, and that of "
+        f"the final look {_percent('final')}. Both together have 95 %, within each of "
+        f"{len(effects)} families and not over all of them."
     )
 
 
-def _between_looks() -> str:
-    """Return what becomes of runs of later seeds than the first look has; "" at the
-    final one.
+def _by_the_first_look(effects: list[Effect]) -> str:
+    """Return which effects differ from 0 only by the interval of the first look, as a
+    sentence: the interval of the final look alone holds 0.
     """
-    if _is_final():
-        return ""
+    rows = []
+    for e in effects:
+        low, high = _final_alone(e)
+        if (e.low > 0 or e.high < 0) and low < 0 < high:
+            at = AT_LEVELS[LEVELS.index(e.question.name)]
+            pair = f"{NAMES[e.question.first]} minus {NAMES[e.question.other]}"
+            rows.append(f"{pair} {at}, [{low:+.1f}, {high:+.1f}]")
+    if not rows:
+        return "In this table no effect differs from 0 by the first look alone."
     return (
-        f" Runs of later seeds than the first {_seeds_of_look()} change nothing here "
-        "before the final look: until then every effect is that of the first."
+        "The interval of the final look alone holds 0, and that of the first does not, "
+        f"for {'; '.join(rows)}."
     )
+
+
+def _final_alone(e: Effect) -> tuple[float, float]:
+    """Return the interval of an effect by the final look alone."""
+    registered, effects, _ = _load()
+    (family,) = (of_family for of_family in effects.values() if e in of_family)
+    level = registered.stopping["final"]["level"] / len(family)
+    return engine.interval(np.array(e.values), level)
 
 
 def _percent(look: str) -> str:
@@ -152,13 +164,11 @@ def _percent(look: str) -> str:
 
 
 def at_one_rate() -> str:
-    """Return the word on UP-DAPO minus DAPO without its upper clip, both at 1e-4, as
-    README has it: Best@32 at equal Avg@32, 16 rollouts stale.
+    """Return UP-DAPO minus DAPO without its upper clip, both at 1e-4, as README has it:
+    Best@32 at equal Avg@32 at both levels, 16 rollouts stale.
     """
-    _, effects, _ = _load()
-    both = [effect_of(effects["clip"], "dapo_no_upper_clip", level) for level in LEVELS]
-    assert {e.word for e in both} == {"undecided"}
-    return f"[undecided]({PAGE}) after {_seeds_of_look()} seeds"
+    at_t_1, at_top_p = map(shown, _beyond_clip())
+    return f"[at UP's]({PAGE}) {at_t_1} (top-p 0.9: {at_top_p})"
 
 
 def share_of_the_clip() -> float:
@@ -186,16 +196,16 @@ def _bonuses() -> str:
             effect = engine.plain(
                 difference(level, arm, "dapo", GROUP),
                 registered.runs(known),
-                registered.main["seeds"][: _seeds_of_look()],
+                _seeds(),
                 registered.group(GROUP)["bases"],
             )
-            assert effect.low < 0 < effect.high
             of_levels.append(shown(effect))
         parts.append(" and ".join(of_levels))
     return (
-        "Neither bonus is shown to improve on DAPO: at the two levels DAPO with a bonus of 0.003 minus DAPO is "
-        f"{parts[0]}, and with one of 0.01 {parts[1]} (95 %, not registered). No rate was searched for them, and 0.03 "
-        "was not run beside them."
+        "At the two levels DAPO with a bonus of 0.003 minus DAPO is "
+        f"{parts[0]}, and with one of 0.01 {parts[1]} (95 %, not registered). No rate was searched for 0.003. For "
+        "0.01 the first controls searched four rates, two seeds a base, and 1e-4 scored "
+        "highest. 0.03 was not run beside them."
     )
 
 
@@ -203,17 +213,16 @@ def _norms() -> str:
     """Return the largest norm of a gradient in any run of three arms, as a sentence."""
     registered, _, _ = _load()
     runs = registered.runs(records.load(registered.results))
-    seeds = registered.main["seeds"][: _seeds_of_look()]
     norms = {}
     for arm in ("dapo_no_upper_clip", "up_dapo", "dapo"):
         norms[arm] = stale.largest_norm(
             runs[arm, GROUP, base, seed]
             for base in registered.group(GROUP)["bases"]
-            for seed in seeds
+            for seed in _seeds()
         )
     assert norms["dapo_no_upper_clip"] < 2 * norms["dapo"]
     return (
-        "No run at UP's rate explodes: before it is clipped, the largest norm of a "
+        "No run of these three arms explodes: before it is clipped, the largest norm of a "
         f"gradient is {norms_of_three(norms)}."
     )
 
@@ -233,25 +242,20 @@ def _equal_table(effects: list[Effect]) -> str:
 
 
 def _fresh(effects: list[Effect], fixed: list[Effect]) -> str:
-    """Return the effects on fresh data as tables, or that they have no look yet.
+    """Return the effects on fresh data as tables.
 
     Args:
         effects: at equal Avg@32.
         fixed: at the two fixed decodings.
     """
-    if any(e.word == "not finished" for e in effects):
-        return "On fresh data, with 16 updates a rollout, no look is due yet."
     return "\n".join(
         [
-            "On fresh data, with 16 updates a rollout, at the first look, "
-            f"{effects[0].n} seeds. These families are secondary. Best@32 at equal "
-            "Avg@32, in points, with the margins of the first table:",
+            "On fresh data, with 16 updates a rollout. These families are secondary. "
+            "Best@32 at equal Avg@32, in points, with the margins of the first table:",
             "",
             _equal_table(effects),
             "",
-            _fragile(effects),
-            "",
-            _spread(effects),
+            f"{_by_the_first_look(effects)} {_of_one_base(effects)} {_spread(effects)}",
             "",
             "On fresh data at the two fixed decodings, in points:",
             "",
@@ -260,57 +264,33 @@ def _fresh(effects: list[Effect], fixed: list[Effect]) -> str:
     )
 
 
-def _fragile(effects: list[Effect]) -> str:
-    """Return why the one gain at equal Avg@32 on fresh data is fragile."""
-    _, of_family, _ = _load()
-    (gain,) = (e for e in effects if e.word == "gains")
-    when_stale = effect_of(of_family["clip"], "dapo", LEVELS[0])
-    assert effect_of(effects, "dapo", LEVELS[0]) == gain
-    assert gain.by_base[0] > gain.by_base[1]
+def _of_one_base(effects: list[Effect]) -> str:
+    """Return from which base the gain on DAPO at equal Avg@32 comes, and how much the
+    jackknife corrects these effects, as sentences.
+    """
+    gain = effect_of(effects, "dapo", LEVELS[0])
+    when_stale = effect_of(_load()[1]["clip"], "dapo", LEVELS[0])
+    assert gain.word == "gains" and gain.by_base[1] < 0.5 < 3 < gain.by_base[0]
     assert when_stale.by_base[0] < when_stale.by_base[1]
-    at_equal = [e for name in AT_EQUAL_AVERAGE for e in of_family[name]] + effects
-    others = max(abs(_correction(e)) for e in at_equal if e is not gain)
-    assert others < 0.25 < 1 < _correction(gain)
-    first, second = _curve_distances(gain)
-    distance = (first + second) / 2
-    assert distance < (gain.high - gain.low) / 2
-    best, average = (
-        effect_of(of_family["fresh_fixed"], "dapo", name)
-        for name in ("best/t_1", "avg/t_1")
-    )
+    largest = max(map(_correction, effects), key=abs)
     return (
-        "The one gain is fragile. The registered rule averages jackknife values, which "
-        f"correct for bias; here the correction is {_correction(gain):+.1f} points, and at "
-        f"most {others:.1f} in every other row at equal Avg@32. The distance of the two "
-        f"curves themselves is {distance:+.1f} ({first:+.1f} and {second:+.1f} on the two "
-        "bases), and an interval of the same width around it holds 0 (not registered). At "
-        f"T = 1, where Avg@32 differs by {average.mean:+.1f}, Best@32 differs by "
-        f"{shown(best)}. The gain comes almost wholly from one base, and not from the one "
-        "with most of the gains on stale data."
+        f"The gain on DAPO comes almost wholly from one base ({by_base(gain)}), and not from the one "
+        "with most of the gains on stale data; intervals are over seeds, not over bases. "
+        "The registered rule averages jackknife values, which correct for bias: in this "
+        f"table the largest correction is {largest:+.1f} points."
     )
 
 
 def _spread(effects: list[Effect]) -> str:
-    """Return how much the effects at equal Avg@32 on fresh data vary over the seeds, and
-    what the final look can show of them.
-    """
-    registered, _, _ = _load()
-    final = registered.stopping["final"]
-    quantile = t.ppf(1 - final["level"] / len(effects) / 2, final["seeds"] - 1)
-    spreads = []
-    halves = []  # of the intervals of the final look, with these spreads
-    for level in LEVELS:
-        of_level = [e for e in effects if e.question.name == level]
-        spreads.append(max(e.sd for e in of_level))
-        halves.append(quantile * spreads[-1] / np.sqrt(final["seeds"]))
-        assert halves[-1] > of_level[0].question.margin
+    """Return how much the effects at equal Avg@32 on fresh data vary over the seeds."""
+    spreads = [
+        max(e.sd for e in effects if e.question.name == level) for level in LEVELS
+    ]
     return (
-        "Over seeds these effects vary about twice as much as planned: their standard "
+        "Over seeds these effects vary more than planned: their standard "
         f"deviations are up to {spreads[0]:.1f} and {spreads[1]:.1f} points at the two "
         "levels, and the plan took [those of the first "
-        "controls](../repro/mini/controls2/power.md). If that stays so, half an interval "
-        f"is about {halves[0]:.1f} and {halves[1]:.1f} points at the final look, more than "
-        "the margins: *no difference* will hardly be possible."
+        "controls](../repro/mini/controls2/power.md)."
     )
 
 
@@ -320,7 +300,7 @@ def _curve_distances(e: Effect) -> list[float]:
     """
     registered, _, _ = _load()
     runs = registered.runs(records.load(registered.results))
-    seeds = registered.main["seeds"][: e.n]
+    seeds = _seeds()
     q = e.question
     distances = []
     for base in registered.group(q.group)["bases"]:
@@ -337,6 +317,23 @@ def _curve_distances(e: Effect) -> list[float]:
 def _correction(e: Effect) -> float:
     """Return what the jackknife adds to the distance of the two curves, in points."""
     return float(e.mean - np.mean(_curve_distances(e)))
+
+
+def at_equal_average_on_fresh_data() -> str:
+    """Return what the effects at equal Avg@32 on fresh data are, as sentences."""
+    _, effects, _ = _load()
+    of_dapo, of_no_clip = (
+        [effect_of(effects["fresh"], other, level) for level in LEVELS]
+        for other in ("dapo", "dapo_no_upper_clip")
+    )
+    assert [e.word for e in of_dapo] == ["gains", "undecided"]
+    assert [e.word for e in of_no_clip] == ["gains", "undecided"]
+    return (
+        "At equal Avg@32 they show a gain at the level of T = 1, on DAPO "
+        f"{shown(of_dapo[0])}, almost wholly from one of the two bases, and on DAPO "
+        f"without its upper clip {shown(of_no_clip[0])}; at that of top-p 0.9 both are "
+        "undecided."
+    )
 
 
 def on_fresh_data() -> Effect:
@@ -360,9 +357,15 @@ def _fixed_table(effects: list[Effect]) -> str:
 def _load() -> tuple[plan.Plan, dict[str, list[Effect]], str]:
     """Return the plan, the effects of each family by its name, and a sentence on how
     many runs are finished.
+
+    Raises:
+        AssertionError: an effect is not that of the final look.
     """
     registered = plan.load("controls2")
     known = records.load(registered.results)
     by_family = registered.by_family(registered.effects(known))
     effects = {family.name: list(found) for family, found in by_family}
+    seeds = registered.stopping["final"]["seeds"]
+    every = [e for of_family in effects.values() for e in of_family]
+    assert all(e.reached and e.n == seeds for e in every)
     return registered, effects, registered.progress(known)

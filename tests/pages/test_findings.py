@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import stats
+from scipy.optimize import linprog
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/findings.md").read_text(encoding="utf-8")
@@ -220,26 +221,51 @@ NAMES_OF_LOOK = {  # (objective, entropy bonus), at 1e-4 -> its name in the tabl
 }
 
 
-@pytest.mark.parametrize(("staleness", "arms"), [(16, 4), (0, 2)])
-def test_the_first_look_at_the_fixed_decoding(staleness, arms):
-    """Student's interval of eight seeds, at 1 % over the family's effects: four numbers
-    of each arm.
+LOOKS = ((8, 0.01), (17, 0.04))  # seeds and level of each
+DECODINGS = [
+    f"test/{name}"
+    for name in ("top_p_0.7", "top_p_0.75", "top_p_0.8", "top_p_0.9", "t_1")
+]
+MARGINS = {4: 1.0, 3: 1.8}  # of T = 1 and top-p 0.9, by their places in DECODINGS
+
+
+def in_points(x):
+    """Return a number as the page has it, which prints no -0.0."""
+    return f"{round(x, 1) + 0.0:+.1f}"
+
+
+def both_looks(D, family):
+    """Return the ends of what Student's intervals of both looks have in common, each at
+    its level over the effects of a family.
+
+    Args:
+        D: a number a seed.
+        family: how many effects it has.
     """
+    ends = [
+        stats.ttest_1samp(D[:n], 0).confidence_interval(1 - level / family)
+        for n, level in LOOKS
+    ]
+    return max(low for low, _ in ends), min(high for _, high in ends)
+
+
+@pytest.mark.parametrize(("staleness", "arms"), [(16, 4), (0, 2)])
+def test_the_final_look_at_the_fixed_decoding(staleness, arms):
+    """Four numbers of each arm are in the family."""
     ends = defaultdict(dict)
     for run in records("controls2"):
         s = run["settings"]
-        if (s["staleness"], s["lr"]) == (staleness, 1e-4) and s["seed"] < 7108:
+        if (s["staleness"], s["lr"]) == (staleness, 1e-4):
             arm = s["objective"], s["entropy_bonus"]
             pair = [at_end(run, metric) for metric in ("best", "avg")]
             ends[arm][s["seed"], s["base"]] = pair
-    level = 0.01 / (4 * arms)
     compared = [arm for arm in NAMES_OF_LOOK if arm in ends]
     assert len(compared) == arms
     for arm in compared:
         name = NAMES_OF_LOOK[arm]
-        assert len(ends[arm]) == 16
+        assert len(ends[arm]) == 34
         of_seeds = []
-        for seed in range(7100, 7108):
+        for seed in range(7100, 7117):
             bases = [b for k, b in ends[arm] if k == seed]
             minus = [
                 np.subtract(ends["up_dapo", 0.0][seed, b], ends[arm][seed, b])
@@ -248,27 +274,128 @@ def test_the_first_look_at_the_fixed_decoding(staleness, arms):
             of_seeds.append(np.mean(minus, 0))
         words = []
         for x in np.transpose(of_seeds):
-            low, high = stats.ttest_1samp(x, 0).confidence_interval(1 - level)
-            words.append(f"{np.mean(x):+.1f} [{low:+.1f}, {high:+.1f}]")
+            low, high = both_looks(x, 4 * arms)
+            words.append(f"{in_points(x.mean())} [{in_points(low)}, {in_points(high)}]")
         best, avg = words
         assert re.search(
-            rf"\| {re.escape(name)} \| {re.escape(best)}, [a-z ]+ \| {re.escape(avg)}, ",
+            rf"\| {re.escape(name)} \| {re.escape(best)}, [a-z0-9 ]+ \| {re.escape(avg)}, ",
             PAGE,
         )
 
 
-def test_readme_has_two_words_of_the_second_controls():
-    """At one rate beyond no upper clip, and on fresh data."""
-    undecided = r"[^,|]+, [^,|]+, undecided"
-    row = rf"\| UP-DAPO \| DAPO without its upper clip \| {undecided} \| {undecided} "
-    assert re.search(row, PAGE)
+def highest(points, avg):
+    """Return the highest Best@32 of a mixture of points with this Avg@32 or more.
+
+    Args:
+        points: (Avg@32, Best@32), [..., 2].
+        avg: the level.
+    """
+    averages, bests = points.reshape(-1, 2).T
+    found = linprog(
+        -bests,
+        A_ub=[-averages],
+        b_ub=[-avg],
+        A_eq=[np.ones(len(bests))],
+        b_eq=[1],
+    )
+    assert found.status == 0
+    return -found.fun
+
+
+def distance(up, other, at):
+    """Return UP's Best@32 minus the other's at one Avg@32: half-way between what both
+    have by a decoding in the end.
+
+    Args:
+        up: curves [seeds, steps, decodings, 2].
+        other: likewise.
+        at: the decoding, its place in DECODINGS.
+    """
+    up, other = up.mean(0), other.mean(0)
+    avg = (up[-1, at, 0] + other[-1, at, 0]) / 2
+    return highest(up, avg) - highest(other, avg)
+
+
+def jackknifed(up, other, at):
+    """Return the jackknife's value of the distance for each seed."""
+    n = len(up)
+    without = [
+        distance(np.delete(up, k, 0), np.delete(other, k, 0), at) for k in range(n)
+    ]
+    return n * distance(up, other, at) - (n - 1) * np.array(without)
+
+
+def word(low, high, margin):
+    """Return the word of an interval that the page defines."""
+    within = -margin < low and high < margin
+    if low < 0 < high:
+        return "no difference" if within else "undecided"
+    size = f" by less than {margin:g}" if within else ""
+    return ("gains" if low > 0 else "loses") + size
+
+
+def over_bases(curves, other, n, at):
+    """Return UP-DAPO minus another arm at equal Avg@32 for each of n seeds, as a mean
+    over the bases.
+    """
+    seeds = range(7100, 7100 + n)
+    of_bases = []
+    for base in ("walk", "biased"):
+        up, others = (
+            np.stack([curves[arm, base, k] for k in seeds])
+            for arm in ("up_dapo", other)
+        )
+        of_bases.append(jackknifed(up, others, at))
+    return np.mean(of_bases, 0)
+
+
+@pytest.mark.parametrize("staleness", [16, 0])
+def test_the_final_look_at_equal_average(staleness):
+    """The rows and the registered answer are those of code that shares nothing with the
+    engine: mixtures of points by linear programming.
+    """
+    curves = {}
+    for run in records("controls2"):
+        s = run["settings"]
+        if (s["staleness"], s["lr"], s["entropy_bonus"]) == (staleness, 1e-4, 0.0):
+            columns = [[run["evals"][d][m] for m in ("avg", "best")] for d in DECODINGS]
+            points = 100 * np.transpose(columns, (2, 0, 1))
+            curves[s["objective"], s["base"], s["seed"]] = points
+    stale, _, fresh = PAGE.partition("On fresh data, with 16 updates a rollout")
+    gives_more = []
+    for other in ("dapo_no_upper_clip", "dapo"):
+        cells = []
+        words = []
+        for at, margin in MARGINS.items():
+            ends = []
+            for n, level in LOOKS:
+                D = over_bases(curves, other, n, at)
+                of_look = stats.ttest_1samp(D, 0).confidence_interval(1 - level / 4)
+                ends.append(of_look)
+            low, high = max(low for low, _ in ends), min(high for _, high in ends)
+            words.append(word(low, high, margin))
+            shown = f"{in_points(D.mean())} [{in_points(low)}, {in_points(high)}]"
+            cells.append(f"{shown}, {words[-1]}")
+        row = f"| UP-DAPO | {NAMES_OF_LOOK[other, 0.0]} | {cells[0]} | {cells[1]} | "
+        assert row in (stale if staleness else fresh)
+        gains, loses = (any(w.startswith(x) for w in words) for x in ("gains", "loses"))
+        gives_more.append(gains and not loses)
+    if staleness:
+        is_yes = "**UP-DAPO gives more than each control**" in stale
+        assert is_yes == all(gives_more)
+
+
+def test_readme_has_the_effects_of_the_second_controls():
+    """Beyond no upper clip at UP's rate at both levels, and on fresh data."""
+    row = r"\| UP-DAPO \| DAPO without its upper clip \| ([^,|]+, [^,|]+), [a-z0-9 .]+ \| ([^,|]+, [^,|]+), "
+    at_t_1, at_top_p = re.search(row, PAGE).groups()
     assert (
-        "at UP's rate [undecided](docs/findings.md#the-second-controls) after 8"
+        f"[at UP's](docs/findings.md#the-second-controls) {at_t_1} (top-p 0.9: {at_top_p})"
         in ANSWER
     )
     fresh = PAGE.partition("On fresh data at the two fixed decodings")[2]
-    best = re.search(r"\| DAPO \| ([^,|]+, [^,|]+), undecided", fresh)
-    assert best and f"{best[1]}, undecided after 8 seeds" in ANSWER
+    best = re.search(r"\| DAPO \| ([^,|]+, [^,|]+), ", fresh)
+    assert f", {best[1]} at 1e-4 in [another]" in ANSWER
 
 
 # ---- the bonus -----------------------------------------------------------------------
