@@ -88,6 +88,7 @@ ELSEWHERE = {
     "python -m docs.site.picture picture.html": ("tests/pages/test_picture.py::test_one_file_that_loads", "picture"),
     'pip install -e ".[trl]"': (INSTALL, "trl"),
     "bash repro/run.sh up_dapo": ("tests/matrix.py", "bash repro/run.sh up_dapo mini steps=2"),
+    "bash repro/run.sh up_dapo mini": ("tests/matrix.py", "bash repro/run.sh up_dapo mini steps=2"),
     "bash tests/run.sh": (".ci/run", "bash tests/run.sh"),
     "bash tests/run.sh quick": ("tests/matrix.py", "bash tests/run.sh quick"),
     "bash docs/build.sh": ("tests/pages/test_site.py::test_every_page", '"docs.site"'),
