@@ -78,7 +78,7 @@ def at_equal_average(at_one_rate: str) -> str:
     return (
         "Stale, at [equal average](repro/mini/controls/README.md) (of T = 1), UP's "
         f"Best@32 exceeds DAPO's by {dapo} and DAPO's without upper clip by {without_clip} "
-        f"at half UP's rate, {at_one_rate}."
+        f"at half UP's rate and {at_one_rate}."
     )
 
 

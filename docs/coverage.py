@@ -348,5 +348,6 @@ def _run(found: record.Record) -> str:
     return (
         f"* {sum(counts.values()):,} inputs of seed {seed} over {len(counts)} entry points, {len(verbs)} verbs "
         f"of the command and {len(functions)} public functions and methods among them: {broke} got something "
-        f"else than an answer or one sentence; {run['again']} of these still did on {found.date}, when it was recorded."
+        f"else than an answer or one sentence; {run['again']} of these still did on "
+        f"{found.date}, when it was recorded."
     )

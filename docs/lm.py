@@ -71,7 +71,7 @@ def recorded() -> str:
     s = settings()
     number = len(list((RUN / FOLDER).glob("*.npz")))
     return (
-        f"Here it is every {s.record_every}th step, from the first on: {number} of "
+        f"Here it is the first of each {s.record_every} steps: {number} of "
         f"{s.steps * s.minibatches} optimizer steps."
     )
 

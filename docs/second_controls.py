@@ -69,7 +69,8 @@ def text() -> str:
             "",
             _equal_table(at_equal),
             "",
-            "An end that is printed as +0.0 lies on the side of 0 that the word says. "
+            "An end that is printed as +0.0 may lie on either side of 0; the word says "
+            "which. "
             f"{_by_the_first_look(at_equal)}",
             "",
             _bonuses(),
@@ -101,12 +102,12 @@ def _what_is_undecided() -> str:
     assert at_t_1.low < 0 < at_t_1.high and at_top_p.low < 0 < at_top_p.high
     assert at_t_1.high > at_t_1.question.margin
     return (
-        "Against DAPO UP-DAPO gains at both levels. Beyond DAPO without its upper clip, "
-        f"at UP's rate, neither level shows a gain: {shown(at_t_1)} and "
-        f"{shown(at_top_p)}. A gain of up to {at_t_1.high:.1f} points at the Avg@32 of T "
+        "UP-DAPO gains on DAPO at both levels. Neither level shows a gain on DAPO without "
+        f"its upper clip at UP's rate: {shown(at_t_1)} and {shown(at_top_p)}. A gain of "
+        f"up to {at_t_1.high:.1f} points at the Avg@32 of T "
         f"= 1, and a loss of up to {-at_top_p.low:.1f} at that of top-p 0.9, stay "
-        "possible. The first controls' *no* has wider margins, 2 and 4, and half of UP's "
-        "rate for DAPO without its upper clip: it answers another question."
+        "possible. The first controls answered another question with *no*: their margins "
+        "are wider, 2 and 4, and DAPO without its upper clip had half of UP's rate."
     )
 
 
@@ -168,7 +169,7 @@ def at_one_rate() -> str:
     Best@32 at equal Avg@32 at both levels, 16 rollouts stale.
     """
     at_t_1, at_top_p = map(shown, _beyond_clip())
-    return f"[at UP's]({PAGE}) {at_t_1} (top-p 0.9: {at_top_p})"
+    return f"{at_t_1} [at UP's]({PAGE}) (top-p 0.9: {at_top_p})"
 
 
 def share_of_the_clip() -> float:
@@ -203,8 +204,8 @@ def _bonuses() -> str:
         parts.append(" and ".join(of_levels))
     return (
         "At the two levels DAPO with a bonus of 0.003 minus DAPO is "
-        f"{parts[0]}, and with one of 0.01 {parts[1]} (95 %, not registered). No rate was searched for 0.003. For "
-        "0.01 the first controls searched four rates, two seeds a base, and 1e-4 scored "
+        f"{parts[0]}, and with one of 0.01 {parts[1]} (95 %, not registered). No rate was "
+        "searched for 0.003. For 0.01 the first controls searched four rates, two seeds a base, and 1e-4 scored "
         "highest. 0.03 was not run beside them."
     )
 
@@ -264,20 +265,32 @@ def _fresh(effects: list[Effect], fixed: list[Effect]) -> str:
     )
 
 
+def _gain_of_one_base() -> Effect:
+    """Return UP-DAPO minus DAPO at the equal Avg@32 of T = 1 on fresh data.
+
+    Raises:
+        AssertionError: it is no gain, or not almost wholly of one base, or that base has
+            most of the gain on stale data too.
+    """
+    _, effects, _ = _load()
+    gain = effect_of(effects["fresh"], "dapo", LEVELS[0])
+    when_stale = effect_of(effects["clip"], "dapo", LEVELS[0])
+    assert gain.word == "gains" and gain.by_base[1] < 0.5 < 3 < gain.by_base[0]
+    assert when_stale.by_base[0] < when_stale.by_base[1]
+    return gain
+
+
 def _of_one_base(effects: list[Effect]) -> str:
     """Return from which base the gain on DAPO at equal Avg@32 comes, and how much the
     jackknife corrects these effects, as sentences.
     """
-    gain = effect_of(effects, "dapo", LEVELS[0])
-    when_stale = effect_of(_load()[1]["clip"], "dapo", LEVELS[0])
-    assert gain.word == "gains" and gain.by_base[1] < 0.5 < 3 < gain.by_base[0]
-    assert when_stale.by_base[0] < when_stale.by_base[1]
     largest = max(map(_correction, effects), key=abs)
     return (
-        f"The gain on DAPO comes almost wholly from one base ({by_base(gain)}), and not from the one "
-        "with most of the gains on stale data; intervals are over seeds, not over bases. "
-        "The registered rule averages jackknife values, which correct for bias: in this "
-        f"table the largest correction is {largest:+.1f} points."
+        "The gain on DAPO comes almost wholly from one base "
+        f"({by_base(_gain_of_one_base())}), and not from the one with most of the gains "
+        "on stale data; intervals are over seeds, not over bases. The registered rule "
+        "averages jackknife values, which correct for bias: in this table the largest "
+        f"correction is {largest:+.1f} points."
     )
 
 
@@ -330,7 +343,7 @@ def at_equal_average_on_fresh_data() -> str:
     assert [e.word for e in of_no_clip] == ["gains", "undecided"]
     return (
         "At equal Avg@32 they show a gain at the level of T = 1, on DAPO "
-        f"{shown(of_dapo[0])}, almost wholly from one of the two bases, and on DAPO "
+        f"{shown(_gain_of_one_base())}, almost wholly from one of the two bases, and on DAPO "
         f"without its upper clip {shown(of_no_clip[0])}; at that of top-p 0.9 both are "
         "undecided."
     )

@@ -129,7 +129,8 @@ def suite_dates() -> str:
     *first, last = sorted({case.level for case in added if case.level > SINGLE})
     return (
         f"{newest} is the newest, and the default. It adds {markdown.codes(ids)} and "
-        f"the levels {', '.join(map(str, first))} and {last} to {before}. It is open until the first release of upref; "
+        f"the levels {', '.join(map(str, first))} and {last} to {before}. It is open until "
+        "the first release of upref; "
         "a build that must not change names the one before."
     )
 

@@ -19,9 +19,10 @@ def flipped(lp, lp_old, A, alive_pos, alive_neg, cap):
         "eps": '0.2: wang2025aspo App. B: "The clipping ranges of GRPO and ASPO are set to ε = 0.2"',
         "cap": "3.0: the authors' code, positive_clip_ratio_c=3.0, and the line r = 3.0 of Fig. 4; the text gives none",
     },
-    note="The weight of a positive token is turned upside down, not its clip: the Cap for A > 0 is GRPO's. It "
-    "aggregates as App. B (\"token-level loss\") and the authors' code do; Eqs. 1 and 2 print GRPO's mean over each "
-    "response first. The runs add k3 with 0.001.",
+    note="The weight of a positive token is turned upside down, not its clip: the Cap "
+    "for A > 0 is GRPO's. It aggregates as App. B (\"token-level loss\") and the authors' "
+    "code do; Eqs. 1 and 2 print GRPO's mean over each response first. The runs add k3 "
+    "with 0.001.",
 )
 def aspo(lp, lp_old, A, *, eps=0.2, cap=3.0):
     """J_t = min(1/r, 3) A π_θ/sg(π_θ) if A > 0, r <= 1+ε;  min(r, 3) A π_θ/sg(π_θ) if A <= 0, r >= 1-ε;  else 0"""

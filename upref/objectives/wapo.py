@@ -12,8 +12,9 @@ from upref.ops import exp, minimum, when
     known_from="the paper's abstract, the authors' README and trainer.py",
     defaults={"eps": "9.0: the authors' README, clip_eps = 9.0"},
     on_policy_exception="responses that are not winners are dropped",
-    note="Winners alone, with PPO's upper clip. UP does the reverse: it unclips the winners and keeps the losers. The "
-    "authors also divide by a fixed length: aggregate(..., 'seq-mean-token-sum-norm', length=L).",
+    note="Winners alone, with PPO's upper clip. UP does the reverse: it unclips the "
+    "winners and keeps the losers. The authors also divide by a fixed length: "
+    "aggregate(..., 'seq-mean-token-sum-norm', length=L).",
 )
 def wapo(lp, lp_old, A, *, eps=9.0):
     """J = E 1/G Σ_i Σ_t min(r, 1+ε) A_i [A_i > 0],  A_i = R_i - mean(R)"""

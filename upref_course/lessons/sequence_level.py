@@ -232,8 +232,8 @@ EXERCISE = Exercise(
                 / mask.sum()
             ),
             id="aggregated-by-token-mean",
-            hint="a response has one term. Take the mean over responses (the default of TRL and verl is the mean "
-            "over tokens).",
+            hint="a response has one term. Take the mean over responses (the default "
+            "of TRL and verl is the mean over tokens).",
         ),
         Fault(
             "the sum over the responses where their mean belongs",

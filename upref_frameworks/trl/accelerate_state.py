@@ -38,7 +38,8 @@ def _parts() -> State:
     """Return the three dictionaries themselves."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    return [c._shared_state for c in (PartialState, AcceleratorState, GradientState)]  # noqa: SLF001
+    classes = (PartialState, AcceleratorState, GradientState)
+    return [c._shared_state for c in classes]  # noqa: SLF001
 
 
 def _fill(state: State) -> None:
