@@ -24,7 +24,9 @@ from docs.controls import (
 from repro.mini.experiment import effects as engine, plan, records
 from repro.mini.experiment.answer import answer
 from repro.mini.experiment.effects import Effect
+from repro.mini.experiment.plan import Cell
 from repro.mini.experiment.questions import curve, decoding_name, difference
+from repro.mini.experiment.search import Choice
 from repro.mini.experiment.words import by_base, shown
 from upref.markdown import table
 
@@ -205,8 +207,25 @@ def _bonuses() -> str:
     return (
         "At the two levels DAPO with a bonus of 0.003 minus DAPO is "
         f"{parts[0]}, and with one of 0.01 {parts[1]} (95 %, not registered). No rate was "
-        "searched for 0.003. For 0.01 the first controls searched four rates, two seeds a base, and 1e-4 scored "
-        "highest. 0.03 was not run beside them."
+        f"searched for 0.003. {_searched_rates()} 0.03 was not run beside them."
+    )
+
+
+def _searched_rates() -> str:
+    """Return which rate the first controls' search scored highest for a bonus of 0.01,
+    as a sentence.
+    """
+    first = plan.load("controls")
+    known = records.load(first.results)
+    cell = Cell("dapo_bonus", GROUP)
+    scores = {
+        rate: first.score(cell, Choice(rate, 0.01), known)
+        for rate in first.rates(cell.arm)
+    }
+    assert max(scores, key=scores.get) == 1e-4
+    return (
+        f"For 0.01 the first controls searched {len(scores)} rates, "
+        f"{len(first.search.seeds)} seeds a base, and 1e-4 scored highest."
     )
 
 
