@@ -71,8 +71,8 @@ def text() -> str:
             "",
             _equal_table(at_equal),
             "",
-            "An end that is printed as +0.0 may lie on either side of 0; the word says "
-            "which. "
+            "Where an end is printed as +0.0, the word beside it says on which side of 0 "
+            "it is. "
             f"{_by_the_first_look(at_equal)}",
             "",
             _bonuses(),
@@ -145,7 +145,7 @@ def _by_the_first_look(effects: list[Effect]) -> str:
             pair = f"{NAMES[e.question.first]} minus {NAMES[e.question.other]}"
             rows.append(f"{pair} {at}, [{low:+.1f}, {high:+.1f}]")
     if not rows:
-        return "In this table no effect differs from 0 by the first look alone."
+        return "No gain and no loss in this table rests on the interval of the first look alone."
     return (
         "The interval of the final look alone holds 0, and that of the first does not, "
         f"for {'; '.join(rows)}."
@@ -242,8 +242,9 @@ def _norms() -> str:
         )
     assert norms["dapo_no_upper_clip"] < 2 * norms["dapo"]
     return (
-        "No run of these three arms explodes: before it is clipped, the largest norm of a "
-        f"gradient is {norms_of_three(norms)}."
+        "No run of UP-DAPO, of DAPO or of DAPO without its upper clip, all at 1e-4, "
+        "explodes: before it is clipped, the largest norm of a gradient is "
+        f"{norms_of_three(norms)}."
     )
 
 

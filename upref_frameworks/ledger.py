@@ -24,7 +24,8 @@ from upref.result import Result
 
 STATUS = {
     "bug": "its behavior contradicts its name, documentation or other settings, and no text mentions that",
-    "surprising default": "the name alone does not give the paper's objective; not every framework with it says so",
+    "surprising default": "the name alone does not give the paper's objective; not every "
+    "framework with it says so, or none says that the paper's objective is another",
     "documented choice": "documentation, help, a comment or a warning of the framework states it",
     "numerical": "a guard or a rounding that training hardly meets",
 }
