@@ -497,3 +497,16 @@ def test_where_an_exchange_makes_the_same_advantages_both_are_said():
         "the advantages have the opposite sign, "
         "or are those of row i + 1 of micro-batches of 2"
     )
+
+
+def test_a_cause_is_possible_where_the_step_agrees_on_other_rows():
+    first = []
+
+    def divisor(rows):
+        responses = [list(row.response) for row in rows]
+        first[:] = first or responses
+        return tokens(rows) * (2 if responses == first else 1)
+
+    said = cause(divided(divisor))
+    assert said.startswith("possible, though the step agrees on other rows: ")
+    assert "1/2 times" in said

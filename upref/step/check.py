@@ -784,7 +784,8 @@ def _findings_with_cause(
     """Return findings that name the cause of a difference.
 
     The verdict is known: an error in the search for a cause becomes words, and is not
-    raised. A cause that is not found on a second draw of rows is not named. A recorded
+    raised. A second draw of rows tests a cause: it is not named if the step differs there
+    for another reason, and it is called possible if the step agrees there. A recorded
     step has no second draw, and `doubts` tells what speaks against a cause.
     """
     try:
@@ -810,7 +811,8 @@ def _findings_with_cause(
     try:
         other_attempt = make_other_attempt()
         if other_attempt.comparison.error <= other_attempt.bound:
-            return findings
+            words = f"possible, though the step agrees on other rows: {cause}"
+            return [replace(findings[0], cause=words), *findings[1:]]
         if {*cause.ids} <= {*other_attempt.findings(cause)[0].fault_ids}:
             return findings
     except Exception:
