@@ -309,11 +309,25 @@ def test_an_experiment_is_trained_and_reported(tmp_path, monkeypatch, capsys):
     short = replace(moe, settings=moe.settings | {"steps": 3}, main={"seeds": [1000]})
     monkeypatch.setattr(command, "load", lambda name: short)
     where = ["--out", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    begun = tmp_path / "runs" / next(iter(dict(short.todo({})))) / "checkpoints"
+    begun.mkdir(parents=True)
     assert command.main(["moe", *where]) == 0
+    assert not begun.exists()
     assert "2 of 2 runs are finished." in capsys.readouterr().out
     text = (tmp_path / "results/report.md").read_text(encoding="utf-8")
     assert "UP-GSPO ends with more right answers than GSPO." in text
     assert command.main(["moe", *where, "--hours", "1e-9"]) == 0
+
+
+def test_the_checkpoints_of_finished_runs_alone_are_deleted(tmp_path):
+    for name in ("finished", "begun", "another"):
+        (tmp_path / name / "checkpoints/step-1").mkdir(parents=True)
+    for name in ("finished", "another"):
+        (tmp_path / name / "done.json").write_text("{}")
+    suite.delete_checkpoints(tmp_path, ["finished", "begun", "never begun"])
+    kept = sorted(path.parent.name for path in tmp_path.glob("*/checkpoints"))
+    assert kept == ["another", "begun"]
+    assert (tmp_path / "finished/done.json").exists()
 
 
 def test_settings_of_the_fake_are_the_real_ones():

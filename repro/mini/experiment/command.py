@@ -4,8 +4,9 @@
 The next runs may depend on the finished ones: rates and coefficients come first, and
 each cell is then trained at its own. Stop it at any moment and start it again: finished
 runs are kept, begun ones go on from their last checkpoint. Each finished run is added to
-results/runs.jsonl at once. Exit status: 0 all ran, 1 some run failed or something is not
-what was registered, 2 could not start, 130 interrupted.
+results/runs.jsonl at once, and its checkpoints are deleted. Exit status: 0 all ran, 1
+some run failed or something is not what was registered, 2 could not start, 130
+interrupted.
 """
 
 import json
@@ -143,9 +144,16 @@ def _train(
     """
     end = time.monotonic() + 3600 * hours
     failures: list[str] = []
+
+    def take() -> dict[str, RunRecord]:
+        """Take the records, and delete the checkpoints that nothing reads any more."""
+        known = _take(plan, out, results)
+        suite.delete_checkpoints(out, known)
+        return known
+
     with suite.alone(out) as lock:
         try:
-            while todo := plan.todo(_take(plan, out, results)):
+            while todo := plan.todo(take()):
                 left = (end - time.monotonic()) / 3600
                 if failures or left <= 0:
                     break
@@ -156,7 +164,7 @@ def _train(
                     lock,
                     left,
                     device=device,
-                    ended=lambda: _take(plan, out, results),
+                    ended=take,
                 )
         finally:
             page.write(plan, _take(plan, out, results), results)
