@@ -82,12 +82,15 @@ def answered(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) ->
     lines = [f"## The answer\n\n{ANSWERS[answer.answer(plan, found)]}\n"]
     for control in plan.answer["controls"]:
         effects = answer.of_control(plan, found, control)
+        first = effects[0].question.first
+        word = answer.against(plan, found, control)
+        if word == "not finished":
+            lines.append(f"* {first} against {control}: not finished.")
+            continue
         sizes = "; ".join(
-            f"{words.shown(e)} at the level of {words.level(e.question)}, margin {e.question.margin:g}"
+            f"{words.shown(e)} {words.compared_at(e.question)}, margin {e.question.margin:g}"
             for e in effects
         )
-        word = answer.against(plan, found, control)
-        first = effects[0].question.first
         lines.append(f"* {first} against {control}: {word} ({sizes}).")
     return "\n".join(lines) + "\n"
 

@@ -70,3 +70,12 @@ def level(question: Question) -> str:
     Avg@32 it gives the level of Avg@32.
     """
     return question.decoding.replace("top_p_", "top-p ").replace("t_1", "T = 1")
+
+
+def compared_at(question: Question) -> str:
+    """Return what is compared and by which decoding, `in Best@32 at T = 1`; at equal
+    Avg@32, where the decoding gives the level, `at the level of T = 1`.
+    """
+    if question.metric == EQUAL:
+        return f"at the level of {level(question)}"
+    return f"in {TITLES.get(question.metric, question.metric)} at {level(question)}"
