@@ -7,8 +7,9 @@ over the unit square its supremum is 1 - (1-ε_low)/c.
 
 Not so of a token: that beyond c the gradient vanishes "to prevent the policy from moving further away". Just below c
 the weight is negative: an update *lowers* p, back towards π_old. The dual clip bounds the loss; it leaves an
-over-probable wrong token without correction. Of the whole policy it is so where a step is so large that it overshoots
-π_old by far (tests/claims/test_up.py). And A = 0 has no gradient anywhere, hence no Cap ("A <= 0").
+over-probable wrong token without correction. For the policy as a whole the sentence holds where one step is
+so large that it overshoots π_old by far (tests/claims/test_up.py). And A = 0 has no gradient anywhere, hence no Cap
+("A <= 0").
 """
 
 from sympy import Rational, Symbol, exp, simplify, symbols

@@ -3,8 +3,9 @@
 
 Claim. Clipping removes a token's own gradient; it does not bound the policy. A softmax over three tokens, one rare and
 positive (π_old = 0.01), two negative: in the flow of DAPO's exact gradient the positive token's own term stops at r =
-1.28, then the negatives, pushed down to 1-ε_low, leave it their mass by normalization. It ends at
-(1 - (1-ε_low)(1-π_old))/π_old = 20.8. The Cap says where a gradient lives, not what the policy can reach.
+1.28, then the negatives, pushed down to 1-ε_low, leave it their mass by normalization. The continuous
+flow ends at (1 - (1-ε_low)(1-π_old))/π_old = 20.8; finite steps overshoot 1-ε_low a little, and end above it.
+The Cap says where a gradient lives, not what the policy can reach.
 This is one run of small steps: a counterexample, and no statement about every task.
 """
 
@@ -48,7 +49,7 @@ def main(bound=1.28, fn=DAPO):
     )
     print("ratios at the end:", [round(x, 2) for x in r.tolist()])
     limit = (1 - 0.8 * (1 - MU[0].item())) / MU[0].item()
-    print(f"bound of the paper: {bound}; normalization allows {limit:.1f}")
+    print(f"bound of the paper: {bound}; the continuous flow ends at {limit:.1f}")
     assert left is not None and r[0] > 10 * bound and abs(r[0] - limit) < 0.5
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eqs. 7-8: the importance-sampling gradient, and when it is the on-policy one.
 
-Claim. ∇(A r) = A r ∇log π (Eq. 8). For one step, its mean under any π_old is *exactly* ∇E_{π_θ}[A]: the factor r, which
-the paper calls the mathematical flaw, is what makes IS unbiased. The mean of A ∇log π under π_old (Eq. 13, UP) is off
-by Σ_a (π_old - π)(a) A_a ∇log π(a), which is 0 for every A only at π = π_old.
+Claim. ∇(A r) = A r ∇log π (Eq. 8). For one step, its mean under any π_old that gives every arm a probability
+above 0 is *exactly* ∇E_{π_θ}[A]: the factor r, which the paper calls the mathematical flaw, is what makes IS unbiased.
+The mean of A ∇log π under π_old (Eq. 13, UP) is off by Σ_a (π_old - π)(a) A_a ∇log π(a),
+which is 0 for every A only at π = π_old.
 
 What r costs may be variance, but need not: the second moment of one term is Σ_a π²/π_old A² s², on policy it is
 Σ_a π A² s². It grows without bound where π_old -> 0, and is smaller than on policy where π_old ∝ π |A s|.
@@ -94,7 +95,9 @@ def main(base=IS, up=UP):
         and up(lp, lp_old, A).diff(lp) == A
     )
 
-    print(f"one step: E_old[A r ∇log π] - ∇E_π[A] = {one_step(base)} for every π_old")
+    print(
+        f"one step: E_old[A r ∇log π] - ∇E_π[A] = {one_step(base)} for every π_old > 0"
+    )
     bias = one_step(up)
     apart = simplify(
         bias

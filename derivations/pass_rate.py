@@ -7,8 +7,9 @@ a right response has the mean E[∇log π | right] = ∇p/p, a wrong one -∇p/(
     w(p) = Σ_k C(G, k) p^k (1-p)^(G-k) [k A_k/p - (G-k) B_k/(1-p)] / G
 
 for advantages A_k of a right and B_k of a wrong response among k right ones. Leave-one-out: w = 1, the gradient of p.
-R - mean: w = (G-1)/G. MaxRL, (R - mean)/mean: w = (1 - (1-p)^(G-1))/p, the derivative of Σ_{k<G} pass@k/k, which is
-the series of log p up to k = G - 1. GRPO, (R - mean)/std: w = 1/G Σ_k C(G, k) p^(k-1) (1-p)^(G-k-1) √(k (G-k) (G-1)/G).
+R - mean: w = (G-1)/G. MaxRL, (R - mean)/mean: w = (1 - (1-p)^(G-1))/p, the derivative of Σ_{k<G} pass@k/k, which is,
+up to a constant, the series of log p up to k = G - 1. GRPO, (R - mean)/std:
+w = 1/G Σ_k C(G, k) p^(k-1) (1-p)^(G-k-1) √(k (G-k) (G-1)/G).
 It is constant for G = 2 and 3, and smallest at p = 1/2 for G = 4.
 
 The paper does not say what GRPO's advantages maximize. Only for groups of two or three is it the pass rate.

@@ -5,8 +5,8 @@ Claim. d/dπ (π / sg π)^(1/T) = (1/T) π^(-1/T + 1/T - 1) = 1/(T π): the expo
 log π(o) = Σ_t log π(o_t) each token's weight is A/T, for the anchored as for the log form.
 
 Of the remark that 1/|o| "preserves the variance-reducing properties" this proves nothing. An average over the tokens of
-a response has less variance here as in GSPO (tests/claims/test_up.py). What 1/|o| also does there, to tame a ratio, has
-nothing left to do: here is no ratio, and UP-GSPO, A > 0, is UP-GRPO without its KL term, A > 0, token for token.
+a response has less variance here as in GSPO (tests/claims/test_up.py). In GSPO 1/|o| also tames
+the ratio. UP-GSPO has no ratio where A > 0: there it is UP-GRPO without its KL term, token for token.
 """
 
 from sympy import IndexedBase, Rational, Sum, Symbol, powsimp, symbols

@@ -2018,7 +2018,7 @@ def clipped_on_both_sides(log_prob, old_log_prob, advantages, mask):
 # ---- the record ---------------------------------------------------------------------------
 PARTS = {
     "fixes": "as frameworks have fixed them",
-    "table": "of which earlier reports said nothing",
+    "table": "others, of kinds whose cause earlier reports missed",
     "unseen": "written after the search",
     "later": "as frameworks have fixed them later",
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Cap explorer: one self-contained HTML page, in which any objectives stand side by
+"""The Cap explorer: one self-contained HTML page, in which objectives stand side by
 side and everything is dragged.
 
 `write(file)` makes it, and so does `upref explorer FILE`. No server, no network,

@@ -5,12 +5,14 @@ why it differs.
 
 import importlib
 import inspect
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from upref.kl import k3
 from upref.ops import exp, sg
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, LossFault, aggregated, with_hp
+from upref.verify.group import on_loopback
 from upref_frameworks.audits import token_parts
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
@@ -293,9 +296,10 @@ def _log_probs(chunk: int | None) -> Callable[..., Tensor]:
         """
         dist = torch.distributed
         if not dist.is_initialized():
-            dist.init_process_group(
-                "gloo", store=dist.HashStore(), rank=0, world_size=1
-            )
+            with patch.dict(os.environ, on_loopback()):
+                dist.init_process_group(
+                    "gloo", store=dist.HashStore(), rank=0, world_size=1
+                )
         f = _module("distributed.model_utils").get_next_token_logprobs_from_logits
         logits = pad(z / temperature, (0, 0, 0, 1))
         return f(

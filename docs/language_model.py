@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the registered experiment on a pretrained language model found, for
+docs/findings.md and README.
+
+It compares UP-DAPO with DAPO, DAPO without its upper clip and DAPO with an entropy bonus,
+all at one learning rate, on SmolLM2-135M. A family is shown once all of its seeds are
+finished.
+"""
+
+from functools import cache
+
+from docs.controls import ANSWERS, effect_of, with_word
+from repro.mini.experiment import effects as engine, plan, records
+from repro.mini.experiment.answer import answer
+from repro.mini.experiment.effects import Effect
+from repro.mini.experiment.questions import Question, term_of
+from repro.mini.experiment.words import shown
+from upref.markdown import table
+
+NAMES = {
+    "up_dapo": "UP-DAPO",
+    "dapo": "DAPO",
+    "dapo_no_upper_clip": "DAPO without its upper clip",
+    "dapo_bonus": "DAPO with an entropy bonus of 0.003",
+}
+NUMBERS = {
+    "avg/t_1": "Avg@32, T = 1",
+    "best/t_1": "Best@32, T = 1",
+    "avg/top_p_0.7": "Avg@32, top-p 0.7",
+    "best/top_p_0.7": "Best@32, top-p 0.7",
+}
+GROUPS = {"s4": "4 rollouts stale", "s0": "fresh data"}
+FAMILIES = {"s4": "stale", "s0": "fresh"}  # the family of each group
+
+
+def text() -> str:
+    """Return what is finished, the registered answer and the effects as tables."""
+    registered, effects, progress = _load()
+    every = [e for of_family in effects.values() for e in of_family]
+    verdict = answer(registered, every)
+    parts = [progress]
+    if verdict == "not finished":
+        parts[0] += " No effect is known before the last of its six seeds is finished."
+    else:
+        parts[0] += f" The registered answer: **{ANSWERS[verdict]}**."
+    for group, family in FAMILIES.items():
+        if any(e.word == "not finished" for e in effects[family]):
+            continue
+        margin = effects[family][0].question.margin
+        parts += [
+            f"UP-DAPO minus each control, {GROUPS[group]}, in points, with a margin of {margin:g}:",
+            _differences(effects[family]),
+            f"What each trains to, {GROUPS[group]}, in points (plain 95 % intervals over {len(_seeds())} seeds):",
+            _levels(group),
+        ]
+    return "\n\n".join(parts)
+
+
+def _differences(of_family: list[Effect]) -> str:
+    """Return a table with a row for each control."""
+    rows = []
+    for other in list(NAMES)[1:]:
+        of_numbers = [effect_of(of_family, other, number) for number in NUMBERS]
+        rows.append([NAMES[other], *map(with_word, of_numbers)])
+    return table(["UP-DAPO minus", *NUMBERS.values()], rows)
+
+
+def _levels(group: str) -> str:
+    """Return a table with the numbers of each arm at the end, and its entropy."""
+    rows = []
+    for arm, name in NAMES.items():
+        of_numbers = [shown(_level(number, arm, group)) for number in NUMBERS]
+        rows.append([name, *of_numbers, shown(_level("entropy", arm, group))])
+    columns = ["", *NUMBERS.values(), "entropy in training, nats"]
+    return table(columns, [[cell.replace("+", "") for cell in row] for row in rows])
+
+
+def _level(number: str, arm: str, group: str) -> Effect:
+    """Return a number of an arm, not compared with anything."""
+    registered, _, _ = _load()
+    question = Question(number, (term_of(number, arm, group),))
+    runs = registered.runs(records.load(registered.results))
+    bases = registered.group(group)["bases"]
+    return engine.plain(question, runs, _seeds(), bases)
+
+
+def _seeds() -> list[int]:
+    """Return the seeds of the plan."""
+    registered, _, _ = _load()
+    return list(registered.main["seeds"])
+
+
+@cache
+def _load() -> tuple[plan.Plan, dict[str, list[Effect]], str]:
+    """Return the plan, the effects of each family by its name, and a sentence on how
+    many runs are finished.
+    """
+    registered = plan.load("language_model")
+    known = records.load(registered.results)
+    by_family = registered.by_family(registered.effects(known))
+    effects = {family.name: list(found) for family, found in by_family}
+    return registered, effects, registered.progress(known)
