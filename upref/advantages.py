@@ -5,8 +5,9 @@
     g(i), G         its prompt, given by `group` [N] (any integers, in any order), and how many responses that has
     mean_g, std_g   over the responses to prompt g; std_g = √(Σ (R - mean_g)² / (G - ddof))
 
-Every function takes `(rewards, group)`, so that `get(name)(rewards, group)` works for all of them, computes in float64,
-answers in the rewards' own dtype and passes no gradient: an advantage is a constant. Where a group mean is subtracted,
+Every estimator of ADVANTAGES takes `(rewards, group)`, so that `get(name)(rewards, group)` works for all of them,
+computes in float64, answers in the rewards' own dtype and passes no gradient: an advantage is a constant. `whiten_tokens`,
+`gdpo` and `distillation` have arguments of their own. Where a group mean is subtracted,
 a response without a peer and a group of equal rewards get exactly 0. InputError on what has no advantage: a reward that
 is not finite, shapes and dtypes that do not fit, ddof other than 0 and 1. In a mean every row counts: a response to be
 ignored is dropped beforehand.
@@ -237,10 +238,10 @@ def whiten_tokens(
         raise InputError(
             "adv and mask must be two tensors of the same shape [B, T]: expand [B, 1] advantages first."
         )
-    if mask.dtype != torch.bool or not mask.any():
-        raise InputError(
-            f"mask must be bool (it is {mask.dtype}) and True somewhere: there is nothing to whiten."
-        )
+    if mask.dtype != torch.bool:
+        raise InputError(f"mask must be bool, got {mask.dtype}.")
+    if not mask.any():
+        raise InputError("mask is False everywhere: there is nothing to whiten.")
     bad = mask & ~adv.isfinite()
     if bad.any():
         index = tuple(bad.nonzero()[0].tolist())

@@ -23,6 +23,8 @@ A micro-batch or a data-parallel rank needs the counts of the *whole* mini-batch
 accumulate in float32 at least, so J of a half-precision batch is a float32 number.
 """
 
+import math
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -55,14 +57,17 @@ OVER_RESPONSES = (
 
 
 def verl_name(level: str, agg: str) -> str:
-    """Return verl's loss_agg_mode for an objective of that level and aggregation: another word, and the same gradient.
+    """Return verl's loss_agg_mode for an objective of that level and aggregation.
+
+    group-token-mean becomes token-mean, which has the same gradient where all prompts have as many tokens, or there is
+    one prompt. verl has no kept-mean.
 
     Args:
         level: of an objective: token, sequence_mean, sequence_product or custom.
         agg: its aggregation.
 
     Returns:
-        A value of actor.loss_agg_mode.
+        A value of actor.loss_agg_mode; kept-mean as it is.
     """
     of_response = (
         "seq-mean-token-sum" if level == "sequence_product" else "seq-mean-token-mean"
@@ -184,7 +189,7 @@ def row_weights(
     """Return w_i of the table above for each response.
 
     Args:
-        agg: name of the aggregation, a key of AGGREGATIONS.
+        agg: name of the aggregation, one of AGGREGATIONS.
         mask: [B, T], True on the tokens that count; of kept-mean, on those that are kept.
         totals: counts of the mini-batch.
         length: L of seq-mean-token-sum-norm, in tokens.
@@ -193,7 +198,8 @@ def row_weights(
         Weights [B], or one number for all responses.
 
     Raises:
-        InputError: the name is unknown.
+        InputError: the name is unknown, the length of seq-mean-token-sum-norm is missing or not above 0, or mask or totals
+            are of another kind.
     """
     if not isinstance(agg, str):
         raise InputError(
@@ -223,6 +229,8 @@ def row_weights(
                 raise InputError(
                     "seq-mean-token-sum-norm divides by a fixed length: pass length=, not the padded width."
                 )
+            is_length = isinstance(length, Real) and 0 < length < math.inf
+            _must(symbols or is_length, "length must be a number above 0", length)
             count = totals.sequences * length
         case _:
             raise InputError(
@@ -243,8 +251,9 @@ def aggregate(
 
     Args:
         x: terms [B, T], or [B] for seq-mean. Masked slots may hold anything.
-        mask: [B, T], True on the tokens that count. A response without a token adds nothing and is counted.
-        agg: name of the aggregation, a key of AGGREGATIONS.
+        mask: [B, T], True on the tokens that count. A response without a token adds nothing and is counted. A batch without
+            a token, or with group-token-mean a prompt without one, gives NaN.
+        agg: name of the aggregation, one of AGGREGATIONS.
         group: prompt id of each response [B]; None: one group.
         totals: counts of the mini-batch if this is one of its micro-batches.
         length: L of seq-mean-token-sum-norm, in tokens.
@@ -253,7 +262,7 @@ def aggregate(
         A scalar in float32 or wider.
 
     Raises:
-        InputError: the name is unknown, or shapes do not fit.
+        InputError: as `row_weights`, or shapes do not fit.
     """
     _must(_is_mask(mask), "mask must be a boolean tensor [B, T]", mask)
     fits = (

@@ -68,7 +68,8 @@ _POSITIVE = (lambda v: v > 0, "a number > 0")
 
 def is_clip_width(name: str) -> bool:
     """Tell whether a hyperparameter is a width of the clip: such names begin with eps,
-    as the letter of the papers. A width of 0 puts the bound at r = 1.
+    as the letter of the papers. A width of 0 puts the bound at r = 1. The eps of
+    cfpo and drpo is a divisor: 0 makes it infinite.
 
     Args:
         name: of the hyperparameter.
@@ -94,8 +95,8 @@ class Objective:
     hand from the paper.
 
     Raises:
-        InputError: in every method, on an unknown hyperparameter or a value out of
-            range.
+        InputError: on an unknown hyperparameter or a value out of range, in every
+            method but `unreduced`, `factors` and `sampler_weights`, which do not check.
     """
 
     name: str
@@ -247,6 +248,9 @@ class Objective:
     def aggregated(self, agg: str) -> "Objective":
         """Return the objective with the same terms under another aggregation.
 
+        Of an objective of level custom that has one term per token, seq-mean is
+        seq-mean-token-sum.
+
         Args:
             agg: a name of upref.aggregation.AGGREGATIONS that needs no length.
 
@@ -254,9 +258,8 @@ class Objective:
             The objective, with that aggregation in place of its own.
 
         Raises:
-            InputError: an unknown name, seq-mean for an objective that has one term per
-                token, or seq-mean-token-sum-norm, whose length an objective does not
-                have.
+            InputError: an unknown name, seq-mean for an objective of level token, or
+                seq-mean-token-sum-norm, whose length an objective does not have.
         """
         if agg == BY_LENGTH:
             raise InputError(
@@ -596,8 +599,9 @@ class Objective:
         group: Any = None,
         **hp: Any,
     ) -> Any:
-        """Return dJ/dlp in closed form, at the objective's level: r is the token ratio,
-        or s or S of the whole response.
+        """Return dJ/dlp in closed form, at the objective's level, without the KL term and
+        without the factor of a sampler correction: r is the token ratio, or s or S of the
+        whole response.
 
         mu = π_old(o_t), or of the response, is read by objectives whose bounds depend
         on it; "custom" ones read the whole [B, T] arrays and the mask. Works on

@@ -40,7 +40,8 @@ ERRORS = """Log-probabilities in nats, J and weights in units of the advantage. 
 that are positive, non-finite or of another shape, on a mask that is not boolean, on a response without a token, and on
 hyperparameters that it does not have or that are out of range."""
 NO_DUAL_CLIP = (  # where the default c=None comes from
-    "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10"
+    "None: the formula has no dual clip (ye2020mastering). fan2026up App. B has one and gives no value; verl sets 3, "
+    "DAPO's code 10"
 )
 FOLDER = Path(__file__).parent / "objectives"
 CAPACITIES = Path(__file__).parent / "capacities.toml"

@@ -290,7 +290,9 @@ class Distillation:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise InputError(f"{key} must be a number, got {repr(value)[:60]}.")
             if not 0 < value < 1e9:
-                raise InputError(f"{key} must be above 0, got {value:g}.")
+                raise InputError(f"{key} must be above 0 and below 1e9, got {value:g}.")
+            if key == "k" and value != int(value):
+                raise InputError(f"k must be a whole number, got {value:g}.")
         temperature = values["temperature"]
         lp = (student_logits / temperature).log_softmax(-1)
         lp_teacher = (teacher_logits.detach() / temperature).log_softmax(-1)
@@ -320,6 +322,12 @@ def get(name: str) -> Distillation:
     match = (
         re.fullmatch(r"(?:(\w+)\()?(\w+)\)?", name) if isinstance(name, str) else None
     )
-    if not match or name not in names() or name in SAMPLED:
-        raise catalog.unknown_distillation(name, names())
+    if name in SAMPLED:
+        raise InputError(
+            f"{name} compares sampled tokens, without logits: call upref.distillation.{name}(lp, lp_teacher)."
+        )
+    if not match or name not in names():
+        raise catalog.unknown_distillation(
+            name, [n for n in names() if n not in SAMPLED]
+        )
     return Distillation(name, match[2], match[1] or "")

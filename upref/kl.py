@@ -7,7 +7,7 @@
     k3_ratio = r k3            unbiased;   as a loss, its gradient is that of KL(π_θ ‖ π_ref), off policy too
 
 r = π_θ/π_old, with its gradient; the samples of k3_ratio are π_old's. derivations/kl_estimators.py proves the
-right-hand columns by enumeration.
+columns of k1, k2 and k3 by enumeration; tests/core/test_kl.py compares those of k3_ratio.
 
 They hold for one token, given the tokens before it (its prefix). For responses the values add up, on policy: the mean
 of Σ_t k1 is the divergence of whole responses. The gradients do not: those of k2, k3 and k3_ratio hold fixed how often

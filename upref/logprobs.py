@@ -14,7 +14,7 @@ InputError on a τ that is not a finite number > 0 and on shapes that do not fit
 With d = z/τ - max z/τ, log π(v) = d_v - log Σ_u exp(d_u). `torch.log_softmax` on a CPU
 adds the exponentials in a few long chains, and a float32 chain drops small terms beside
 a large sum: at V = 262k the log-probability is off by up to 3.3e-5 and the entropy by
-2.3e-4. `torch.sum` adds them in a tree: 1.9e-6 and 9.1e-7 (docs/speed.md).
+2.3e-4. `torch.sum` adds them in a tree: 1.9e-6 and 9.1e-7 (benchmarks/hidden.json).
 `upref.hidden` starts from hidden states and stores no [T, V] logits.
 """
 

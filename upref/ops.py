@@ -331,8 +331,10 @@ _sg_visitor: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar(
 
 @contextmanager
 def recorded_sg(values: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Inside, torch's sg records its values into an empty list, or returns a recorded one: finite differences of a
-    function with stop-gradients must hold sg(x) where it was, or they wrongly reject its gradient.
+    """Record the values of torch's sg inside, or return them again.
+
+    With an empty list, each sg inside appends its value. With a filled list, each sg returns the next recorded value.
+    Finite differences need this: they must hold every sg(x) at its first value.
 
     Args:
         values: an empty list, which is filled, or one that was filled.

@@ -89,7 +89,7 @@ def assert_kl(fn: Any, estimator: str, *, skip: Sequence[str] = ()) -> "Report":
 
     Args:
         fn: a function of (log_prob, ref_log_prob) that returns one value per token.
-        estimator: k1, k2, k3 or abs_log_ratio.
+        estimator: k1, k2 or k3.
         skip: names of checks that are not run, as the report prints them; for example
             ("clamp",).
 

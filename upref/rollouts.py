@@ -50,7 +50,7 @@ class Rollouts:
         mask: [B, T], True on response tokens. Every response has at least one.
         group: prompt id of each response [B]; None: all responses count as one prompt.
         logp_ref: log π_ref(o_t) for a KL term.
-        entropy: policy entropy per token in nats; one objective needs it.
+        entropy: policy entropy per token in nats; aspo_code and top_entropy(X) need it.
         totals: counts of the mini-batch, if this is one of its micro-batches (see
             `split`).
         logp_sampler: log-probabilities of the inference engine, for sampler
@@ -267,7 +267,8 @@ class Rollouts:
 
     def split(self, n: int) -> "list[Rollouts]":
         """Return n micro-batches whose losses (and gradients) *add up* to this batch's,
-        whatever the response lengths.
+        whatever the response lengths. Those of an objective with `batch_coupled` do not,
+        and kept-mean refuses parts.
 
         Each carries the whole mini-batch's `totals`. Data-parallel ranks do the same
         with `Totals.of_lengths` of the gathered lengths and groups, and sum the
@@ -288,7 +289,7 @@ class Rollouts:
             or not 1 <= n <= max(len(self.mask), 64)
         ):
             raise InputError(
-                f"a batch of {len(self.mask)} responses is split into 1 to as many parts, not {n!r}."
+                f"n must be a whole number of parts from 1 to {max(len(self.mask), 64)}, got {n!r}."
             )
         totals = self.counts
         rows = torch.arange(len(self.mask)).tensor_split(n)

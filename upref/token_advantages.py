@@ -7,9 +7,10 @@
 
 Slots between trained ones (a tool's tokens) and padding are left out: the discount acts from trained slot to trained
 slot, so one step of discount is one trained token, or one turn. Rewards and values of slots that are left out may hold
-anything and are not read; a reward that arrives behind the last trained slot must be moved there beforehand. All
-functions compute in float64, answer in the rewards' own dtype, return 0 on slots that are left out, and pass no
-gradient: an advantage is a constant. A response without a trained slot gets 0 everywhere and enters no mean.
+anything and are not read; a reward that arrives behind the last trained slot must be moved there beforehand. Sums
+run in float64; the functions answer in the rewards' own dtype, return 0 on slots that are left out, and pass no
+gradient: an advantage is a constant. A response without a trained slot gets 0 everywhere and enters no mean;
+the two estimators that whiten refuse a batch without any.
 
 InputError on what has no advantage: shapes and dtypes that do not fit, a number that is not finite on a trained slot.
 `upref.advantages` has the estimators of one reward per response.
@@ -92,6 +93,9 @@ def gae_whitened(
 
     Returns:
         A', [N, K].
+
+    Raises:
+        InputError: as `gae`, or no slot is trained.
     """
     A = gae(rewards, values, mask, bootstrap, gamma=gamma, lam=lam)
     return whiten_tokens(A, mask)
@@ -126,6 +130,9 @@ def discounted_returns_whitened(
 
     Returns:
         A, [N, K].
+
+    Raises:
+        InputError: as `discounted_returns`, or no slot is trained.
     """
     return whiten_tokens(discounted_returns(rewards, mask, gamma=gamma), mask)
 
@@ -299,7 +306,7 @@ def opo(rewards: Slots, mask: Mask, group: Group) -> Slots:
     """A_i = R_i - Σ_j |o_j| R_j / Σ_j |o_j| over the responses to the prompt: OPO (arXiv 2505.23585).
 
     R_i is the sum of the response's rewards. The baseline weighs each response by its length, which is optimal where
-    the squared norm of a response's gradient grows with it. A prompt with one response has A = 0.
+    the squared norm of a response's gradient grows with it. A prompt with one response has A = 0, up to rounding.
 
     Args:
         rewards: r, [N, K].
@@ -388,7 +395,7 @@ def optimal_token_baseline(
 
     As verl 0.9.1 computes it (`optimal_token_baseline`). G are the rewards to go, W is the squared norm of the gradient
     of log π by the logits, added up to token t, and the sums over j are over the t-th tokens of the responses to the
-    prompt. Where no other response has a t-th token, B_t = 0.
+    prompt. Where no other response has a t-th token, or where every W_jt is 0 (all tokens so far were certain), B_t = 0.
 
     Args:
         rewards: r, [N, K].
@@ -414,7 +421,8 @@ def optimal_token_baseline(
     weight = zeros.index_add(0, ids, w)
     total = zeros.index_add(0, ids, w * g)
     has_others = ids.bincount(minlength=n)[ids] > 1
-    baseline = torch.where(has_others, (total / weight)[ids], 0)
+    has_baseline = has_others & (weight[ids] > 0)
+    baseline = torch.where(has_baseline, (total / weight)[ids], 0)
     out[mask] = g - baseline
     return out.to(rewards.dtype)
 

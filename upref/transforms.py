@@ -15,7 +15,8 @@ update, as the trainer computes it (lp_old); π_θ (lp). It multiplies each toke
     seq_mask(X)    1 if C_min <= s <= C, else 0               a response is kept or dropped
     kpop(X)        ρ_t if both binary KLs of π_old and μ are at most φ, else 0
 
-Weight and derivation are X's times the factor, and the Cap is X's where the factor is not 0. The two kinds commute:
+`token_weights` and `gradient` are X's times the factor; `weight` and the derivation are X's own. The Cap is X's where
+the factor is not 0. The two kinds commute:
 up(tis(X)) is tis(up(X)), because UP drops π_θ/π_old where A > 0, and the factor is π_old/μ. The frameworks' defaults:
 docs/sampler-corrections.md.
 """
@@ -122,7 +123,7 @@ def opsm(base: Objective) -> Objective:
 
     A response with A < 0 whose mean log(π_old/π_θ) exceeds δ adds nothing (deepseek2025v32, Eq. 9). The others keep the
     base's term, and the counts by which the sum is divided stay. Of GSPO's ratio s of a response, the mean is -log s;
-    where its clip ends at 1-ε_low, a δ above -log(1-ε_low) changes nothing.
+    where its clip ends at 1-ε_low, a δ above -log(1-ε_low) changes no gradient.
 
     Args:
         base: an objective with one ratio per token, or with the geometric mean of a response's ratios.

@@ -177,8 +177,8 @@ def _facts(o: Objective) -> str:
         "advantage": f"`{o.adv}`",
         "KL": f"− β · `{o.kl}`, a term of its own" if o.kl else "",
         "note": o.note,
-        "not in sympy": o.not_symbolic,
-        "not split": o.batch_coupled,
+        "no derivation": o.not_symbolic,
+        "no micro-batches": o.batch_coupled,
         "at r = 1": o.on_policy_exception,
     }
     rows = [(name, fact) for name, fact in facts.items() if fact]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each aggregation against its formula in exact rationals, and under every split."""
 
+import math
 from fractions import Fraction as F
 from itertools import pairwise
 
@@ -117,13 +118,16 @@ def test_errors():
         aggregate(x, mask, "mean")
     with pytest.raises(InputError, match="fixed length"):
         aggregate(x, mask, "seq-mean-token-sum-norm")
+    for length in (0, -3, math.nan, "a"):
+        with pytest.raises(InputError, match="length must be a number above 0"):
+            aggregate(x, mask, "seq-mean-token-sum-norm", length=length)
 
 
 def test_split_refuses_nonsense():
     x, mask = padded()
     b = Rollouts(-x.abs(), -x.abs(), x, mask, torch.tensor(GROUP))
     for n in (0, -1):
-        with pytest.raises(InputError, match="is split into 1 to as many parts"):
+        with pytest.raises(InputError, match="from 1 to 64"):
             b.split(n)
     assert len(b.split(9)) == 5
 

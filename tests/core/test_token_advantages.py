@@ -6,6 +6,7 @@ import torch
 
 import upref
 from upref import advantages, token_advantages as ta
+from upref.errors import InputError
 
 REWARDS = torch.tensor(
     [[0.0, 9.0, 9.0, 1.0], [0.5, 0.0, -1.0, 9.0]], dtype=torch.float64
@@ -155,6 +156,20 @@ def test_baselines_of_responses_by_hand():
     greedy = torch.tensor([1.0, 1.0, 0.5, 0.5]).double()
     expected = [[2, 0], [0, 0], [1.5, 0.5], [1.5, 0]]
     close(ta.remax(SCORES, greedy, SHORT), expected)
+
+
+def test_tokens_that_were_certain_have_no_optimal_baseline():
+    """Their gradient is 0, so that every weight of the baseline is."""
+    certain = torch.zeros_like(SCORES)
+    ones = torch.ones_like(SCORES)
+    found = ta.optimal_token_baseline(SCORES, certain, ones, SHORT, PROMPTS)
+    returns = ta.discounted_returns(SCORES, SHORT)
+    assert torch.equal(found, returns)
+
+
+def test_a_batch_without_a_trained_slot_is_refused_in_one_sentence():
+    with pytest.raises(InputError, match="mask is False everywhere"):
+        ta.discounted_returns_whitened(REWARDS, torch.zeros_like(MASK))
 
 
 def test_the_optimal_token_baseline_by_hand():

@@ -2,6 +2,7 @@
 """Weights that are never delivered are told from weights that are late, from six steps."""
 
 import pytest
+import torch
 
 from tests.replay.simulator import World, run_of_steps
 from upref.replay import make_batch, replay
@@ -28,8 +29,17 @@ def causes(run, *left_out):
     return bool(found), [f.cause for f in found.series.findings]
 
 
-def test_the_reference_proves_that_nothing_was_delivered(runs):
-    assert causes(runs["never"]) == (False, ["never_delivered"])
+def test_the_reference_and_newer_versions_prove_that_nothing_was_delivered():
+    lags = [1] * len(GROWING)
+    assert of_sizes(*GROWING, lags=lags, ref=0.0) == (False, ["never_delivered"])
+
+
+def test_updates_on_responses_of_the_reference_model_are_no_failure(runs):
+    """A first rollout is sampled by the reference model, and may last for many updates."""
+    assert causes(runs["never"]) == (True, ["stays_reference"])
+    assert causes(runs["never"], "version") == (True, ["stays_reference"])
+    lags = range(len(GROWING))
+    assert of_sizes(*GROWING, lags=lags, ref=0.0) == (True, ["stays_reference"])
 
 
 def test_without_that_column_growth_is_a_note(runs):
@@ -109,9 +119,9 @@ def test_without_versions_the_sentence_leaves_the_lag_open():
 )
 def test_a_reference_that_follows_the_policy_is_no_failure(sizes, first):
     """Each iteration begins with the policy as its reference and as its sampler."""
-    found, _ = of_sizes(*sizes, ref=0.0, first=first)
+    lags = [1] * len(sizes)
+    found, _ = of_sizes(*sizes, lags=lags, ref=0.0, first=first)
     assert found
-    assert of_sizes(*GROWING, ref=0.0) == (False, ["never_delivered"])
 
 
 STEADY = (8e-4, 9e-4, 8e-4, 7e-4, 8e-4)
@@ -159,6 +169,12 @@ def test_steady_gaps_have_no_step_that_stands_out(sizes):
 
 
 def test_a_failure_of_the_series_fails_the_replay(runs):
-    found = replay(steps_of(runs["never"]), only=["sampler"])
-    assert found.status == 1 and "never received new weights" in found.text()
+    """The file counts each update as delivered."""
+    steps = []
+    for number, columns in enumerate(runs["never"]):
+        version = torch.full_like(columns["version"], number)
+        steps.append(columns | {"version": version})
+    found = replay(steps_of(steps), only=["sampler"])
+    words = " ".join(found.text().split())
+    assert found.status == 1 and "never received new weights" in words
     assert '"never_delivered"' in found.json()

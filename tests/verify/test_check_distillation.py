@@ -81,6 +81,18 @@ def logits(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
+@pytest.mark.parametrize("k, words", [(0.5, "whole number"), (2e9, "below 1e9")])
+def test_a_truncation_to_no_number_of_tokens_is_refused(k, words):
+    logits = torch.zeros(1, 1, 4)
+    with pytest.raises(upref.InputError, match=words):
+        distillation.get("student_top_k(reverse_kl)")(logits, logits, k=k)
+
+
+def test_a_sampled_form_is_no_divergence_of_logits():
+    with pytest.raises(upref.InputError, match="without logits: call"):
+        distillation.get("sampled_reverse_kl")
+
+
 def test_divergences_by_their_definitions():
     """Reverse KL, forward KL and JSD against torch's categorical distributions."""
     z, t = logits(2, 3, 7), logits(2, 3, 7, seed=1)

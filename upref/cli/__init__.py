@@ -547,9 +547,14 @@ def _parser() -> _Parser:
         "--rows",
         type=int,
         metavar="N",
-        help="rows of the largest batch (2; of advantages 4)",
+        help="rows of the largest batch (default 2; for advantages 4)",
     )
-    c.add_argument("--columns", type=int, metavar="N", help="columns of it (3)")
+    c.add_argument(
+        "--columns",
+        type=int,
+        metavar="N",
+        help="columns of the largest batch (default 3)",
+    )
     add_hyperparameters(c)
     add_time_limit(c, 600)
     c.add_argument(
@@ -588,17 +593,20 @@ def _parser() -> _Parser:
         action="append",
         default=[],
         metavar="ID",
-        help="of two adapters: a case of the suite, or the beginning of several ids",
+        help="for two adapters: run the cases whose ids begin with ID",
     )
     c.add_argument(
-        "--seed", type=int, default=0, help="of two adapters: of the rows (default 0)"
+        "--seed",
+        type=int,
+        default=0,
+        help="for two adapters: the seed of the rows (default 0)",
     )
     add_time_limit(c, 600)
     c.add_argument(
         "-v", "--verbose", action="store_true", help="also print what was compared"
     )
-    c.epilog = """Exit status: 0 nothing differs, 1 something does. The files of A and B are imported and run with your
-        rights."""
+    c.epilog = """Exit status: 0 nothing differs, 1 something does, or no case was compared. The files of A and B
+        are imported and run with your rights."""
     c = command(
         "maximizes",
         "tell what a loss, an advantage estimator or a KL term maximizes on average",
@@ -702,7 +710,7 @@ def _parser() -> _Parser:
         "--only",
         default="",
         metavar="CHECKS",
-        help="of sampler,advantages,loss,objectives",
+        help="which checks to run, with commas: sampler,advantages,loss,objectives",
     )
     c.add_argument(
         "--against",
@@ -715,7 +723,7 @@ def _parser() -> _Parser:
         "--tokenizer",
         default="",
         metavar="FOLDER",
-        help="of transformers, for the texts of tokens",
+        help="of a tokenizer of transformers, to print the text of each token",
     )
     c.add_argument(
         "-o",
@@ -727,12 +735,12 @@ def _parser() -> _Parser:
     c.add_argument(
         "--zero",
         action="store_true",
-        help="the sampler's bits must be the trainer's: count the tokens that differ",
+        help="require the sampler's log-probabilities to equal the trainer's bit for bit, and count the tokens that differ",
     )
     c.add_argument("-v", "--verbose", action="store_true", help="print every step")
     c.epilog = """FILE is .npz or .safetensors of docs/dump.md, NeMo-RL's train_data_step*.jsonl, or the .pt of slime's
         and miles' --save-debug-train-data. Reports and sheets show token ids, and texts with --tokenizer: users' data.
-        Exit status: 0 nothing found, 1 a failure, 2 a column is missing that a check needs."""
+        Exit status: 0 no failure (there may be notes), 1 a failure, 2 no failure, and a check could not run."""
     c = command(
         "logs", "compare the scalars that a run logged with each other, by arithmetic"
     )

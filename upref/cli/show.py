@@ -169,10 +169,10 @@ def _facts_of_page(o: Description) -> Iterator[tuple[str, Any]]:
     if o.kl:
         yield "KL", f"- beta * {o.kl}, a term of its own"
     words_of_keys = {
-        "not_symbolic": "not in sympy",
-        "batch_coupled": "not split",
-        "on_policy_exception": "r = 1",
-        "scale_exception": "A times 3",
+        "not_symbolic": "no derivation",
+        "batch_coupled": "no micro-batches",
+        "on_policy_exception": "weight at r = 1",
+        "scale_exception": "not linear in A",
     }
     for key in ("note", "known_from", *words_of_keys):
         if value := getattr(o, key):

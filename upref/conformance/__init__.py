@@ -5,8 +5,8 @@ the objective?
 The framework owns a small adapter and the list of its known failures; upref owns the
 cases:
 
-    pytest --pyargs upref.conformance --adapter tests/upref_adapter.py:Mine
-    --upref-xfails tests/upref_xfails.toml
+    pytest --pyargs upref.conformance --adapter tests/upref_adapter.py:Mine \\
+        --upref-xfails tests/upref_xfails.toml
 """
 
 from upref.conformance.adapter import Adapter, load_adapter

@@ -69,8 +69,8 @@ class CaseDifference:
 
 @dataclass(frozen=True)
 class StepDifference(Result):
-    """Where the steps of two trainers differ. Truth value: nowhere, in the cases that
-    both have.
+    """Where the steps of two trainers differ. Truth value: a case was compared, and none
+    differs.
 
     Attributes:
         a, b: the names of the trainers.

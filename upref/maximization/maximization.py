@@ -112,8 +112,9 @@ class Answer:
 class Maximization(Result):
     """What a loss, an advantage estimator or a KL term maximizes on average.
 
-    Its truth value is false where an expected gradient is 0, or points away from what
-    it should raise at every policy that is compared.
+    Its truth value is false where an expected gradient is 0, is minus the target in a
+    named sum, has a negative factor at a pass rate, or has a negative cosine to the
+    target at every policy.
 
     Attributes:
         name: of the loss, the estimator or the term.

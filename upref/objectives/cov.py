@@ -28,7 +28,7 @@ def largest(cov, mask, share):
 
 
 def drawn(cov, mask, among, share, seed):
-    """True on so many tokens drawn from among these: which ones says the seed, whatever the order of the batch."""
+    """True on that share of the batch's tokens, drawn from `among`. The seed decides which; the order of rows does not."""
     rank = cov.masked_fill(~among, inf).flatten().argsort().argsort().view_as(cov)
     # an odd factor permutes, the seed turns
     score = ((rank + 1) * 2654435761 + int(seed) * 1640531527) % 2**32

@@ -13,7 +13,7 @@ from upref.ops import clip, dual_clip, exp, inf, minimum, when, where
         "eps": "0.2: hu2025reinforce++ v1, Sec. 4.2, Table 1; v9 reports none",
         "c": NO_DUAL_CLIP,
     },
-    note="PPO's clip on rewards whitened over the global batch; its KL (k1) belongs into the reward.",
+    note="PPO's clip on rewards whitened over the global batch; its KL (k1) goes into the reward.",
 )
 def reinforce_pp(lp, lp_old, A, *, eps=0.2, c=None):
     """J = E 1/|o| Σ_t min(r A, clip(r, 1-ε, 1+ε) A),  A = (R - mean_batch) / std_batch"""

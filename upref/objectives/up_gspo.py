@@ -15,8 +15,8 @@ DEFAULTS = {
     adv="group_norm",
     is_up=True,
     defaults=DEFAULTS,
-    note="UP-DAPO's function, handed mean_t lp: for A > 0 it equals UP-GRPO's, no ratio being left to have a "
-    "granularity.",
+    note="UP-DAPO's function, handed mean_t lp. For A > 0 it equals UP-GRPO's: there is no ratio left that could be of a "
+    "token or of a response.",
 )
 def up_gspo(lp, lp_old, A, *, eps_low=3e-4):
     """J = E 1/G Σ_i { A_i mean_t log π_θ if A_i > 0;  min(s_i A_i, clip(s_i, 1-ε_low, ∞) A_i) if A_i <= 0 }"""

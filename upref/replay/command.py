@@ -26,7 +26,7 @@ def run(args: Any, hp: dict[str, Any]) -> int:
         hp: hyperparameters of the objective.
 
     Returns:
-        The exit status: 0 nothing found, 1 a failure, 2 a check could not run.
+        The exit status: 0 no failure, 1 a failure, 2 no failure, but a check could not run.
 
     Raises:
         InputError: as `replay`; or an argument is not what it should be.

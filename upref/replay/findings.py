@@ -19,7 +19,7 @@ class ReplayFinding:
     """One thing that a check found.
 
     Args:
-        check: which check: sampler, advantages, loss, old, series.
+        check: which check: sampler, advantages, loss, old, series, zero.
         severity: "failure" only where the cause was undone and the difference vanished,
             or where the file says it outright; "note" where the tokens bear a signature
             that several causes share.

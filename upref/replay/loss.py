@@ -112,7 +112,7 @@ def loss(
 
     Returns:
         The answer. It is false where the number is another sum of the same terms, or a
-        simple multiple of theirs, and where the gradient has another normalizer. With
+        simple multiple of theirs, and where the gradient is. With
         grad, the number alone proves nothing.
 
     Raises:

@@ -36,7 +36,7 @@ NOTICE = (
 
 
 class Stopped(RuntimeError):
-    """A watched run, one of whose steps is not the objective's."""
+    """A watched run that ends, because one of its steps failed."""
 
 
 class Recording:

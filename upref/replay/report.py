@@ -19,7 +19,7 @@ class Replay(RunChecks, Result):
 
     @property
     def status(self) -> int:
-        """Exit status: 0 nothing found, 1 a failure, 2 no failure, but a check could
+        """Exit status: 0 no failure, 1 a failure, 2 no failure, but a check could
         not run.
         """
         if self.failures:

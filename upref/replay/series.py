@@ -102,8 +102,8 @@ def series(steps: Sequence[StepGap]) -> Series:
 
     Returns:
         The Series, failures before notes; it has no findings for fewer than
-        LEAST_STEPS. It is false where the reference model's column shows that the
-        engine kept its first weights.
+        LEAST_STEPS. It is false where the sampler's column stays the reference
+        model's although newer weights are recorded as having sampled.
     """
     findings = [*_find_lone_steps(steps), *_find_trend(steps)]
     failures_first = sorted(findings, key=lambda f: f.severity)
@@ -190,14 +190,16 @@ def _find_trend(steps: Sequence[StepGap]) -> Iterator[ReplayFinding]:
         "last": sizes[-1],
         "steps": len(sizes),
     }
-    if _is_reference(steps):
+    if _is_reference(steps) and len(_versions(steps)) > 1:
         yield ReplayFinding("series", "failure", "never_delivered", numbers)
+    elif _is_reference(steps):
+        yield note("series", "stays_reference", **numbers)
     elif (by_lag := _sizes_by_lag_in_steps(steps)) is not None:
         yield note("series", "follows_lag", **by_lag)
     elif (lag := _growing_lag(steps)) is not None:
         yield note("series", "grows_at_one_lag", lag=lag, **numbers)
-    elif (version := _one_version(steps)) is not None and _grows(sizes):
-        yield note("series", "one_version", version=version, **numbers)
+    elif len(versions := _versions(steps)) == 1 and _grows(sizes):
+        yield note("series", "one_version", version=versions.pop(), **numbers)
     elif (by_lag := _sizes_by_lag(steps)) is not None:
         yield note("series", "follows_lag", **by_lag)
     elif _grows(sizes):
@@ -325,16 +327,13 @@ def _growing_lag(steps: Sequence[StepGap]) -> int | None:
     return None
 
 
-def _one_version(steps: Sequence[StepGap]) -> int | None:
-    """Return the step of the weights that sampled everything; None where several did,
-    or where the files of a step do not tell.
+def _versions(steps: Sequence[StepGap]) -> set[int]:
+    """Return the steps of the weights that sampled, as they were recorded; empty where
+    the files of a step do not tell.
     """
-    versions: set[int] = set()
-    for s in steps:
-        if not s.lags:
-            return None
-        versions.update(s.step - lag for lag in s.lags)
-    return versions.pop() if len(versions) == 1 else None
+    if not all(s.lags for s in steps):
+        return set()
+    return {s.step - lag for s in steps for lag in s.lags}
 
 
 def ratio_one(batch: RecordedBatch) -> ReplayFinding | None:

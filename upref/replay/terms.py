@@ -259,7 +259,8 @@ def objective_as_run(objective: Objective | str, hp: dict[str, Any]) -> Objectiv
 
     An objective that is given by its name has a token mean in place of
     group-token-mean; an Objective keeps its aggregation. Where hp has beta, and the
-    paper has no KL term, it is k3, the default of verl and TRL.
+    paper has no KL term, it is k3, verl's default. TRL's default multiplies it by the ratio:
+    name `unbiased_kl(...)` for that.
 
     Args:
         objective: its name, or an Objective.

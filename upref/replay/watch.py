@@ -9,9 +9,9 @@ micro-batches and ranks (`upref.replay.normalizer`), and the sampler's log-proba
 where the trainer has them (`upref.replay.gap`). Their numbers are logged beside the
 trainer's own; `gap_cause` is the place of the cause in CAUSES, from 1, and 0 for none.
 
-A loss or a gradient that is another sum of the objective's terms, or a multiple of it,
-stops the run. What is found in the sampler's column is a warning: it may be what the
-run is meant to do.
+A loss or a gradient that is another sum of the objective's terms, or 2, 4, 8, 1/2, 1/4,
+1/8 or -1 times the objective's, stops the run. Any other difference is a warning, and so
+is what is found in the sampler's column: it may be what the run is meant to do.
 
 A loss of upref's inside a trainer compares itself besides (`upref_frameworks.parity`).
 """
@@ -70,10 +70,12 @@ def watch(
             judged too.
         folder: where these steps are recorded too; "": nowhere. The files hold users'
             texts.
-        on_fail: "stop" ends a run whose loss or gradient differs from the
-            objective's; "warn" logs it.
+        on_fail: "stop" ends a run whose loss or gradient is that of another sum of the
+            objective's terms, or 2, 4, 8, 1/2, 1/4, 1/8 or -1 times the objective's
+            (with `known`, any multiple of the gradient); "warn" logs it. Any other
+            difference is a warning, and stops nothing.
         keep: which of the judged steps are recorded in the folder: "all", or "failed",
-            those of them whose loss or gradient differs from the objective's.
+            those for which "stop" would end the run.
         known: whether the objective and its hyperparameters are certain, as with
             upref's own trainer. Then each multiple of the gradient is a failure,
             whatever the factor.
@@ -85,7 +87,7 @@ def watch(
     Raises:
         InputError: no installed package knows such a trainer, or the objective or a
             hyperparameter does not exist.
-        Stopped: from the training, where a step is not the objective's.
+        Stopped: from the training, at a step for which "stop" ends the run.
     """
     recorder = recorder_of(trainer)
     step_watch = Watch(
@@ -174,8 +176,7 @@ class Watch:
 
         Raises:
             InputError: a rank has not recorded the step.
-            Stopped: the loss or the gradient is not the objective's, and on_fail is
-                "stop".
+            Stopped: the step failed, and on_fail is "stop".
         """
         whole = join_ranks(batch, group)
         if self.sink is not None and self.keep == "all":

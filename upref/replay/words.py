@@ -270,6 +270,12 @@ ZERO = {
 # ---- several steps -------------------------------------------------------------------
 SERIES = {
     "never_delivered": (
+        "at {steps} steps the sampler's column is that of the reference model, although "
+        "newer weights are recorded as having sampled, and the gap to the trainer grows "
+        "from {first:.2g} to {last:.2g} nats: the engine never received new weights, or "
+        "the reference's log-probabilities were recorded as the sampler's."
+    ),
+    "stays_reference": (
         "at {steps} steps the sampler's column is that of the reference model, and the "
         "gap to the trainer grows from {first:.2g} to {last:.2g} nats: the engine "
         "never received new weights, the reference's log-probabilities were recorded "

@@ -177,8 +177,9 @@ def check_step(
 ) -> StepReport:
     """Check whether a training step computes the gradient of an objective.
 
-    The reference is g = -∇_θ (J - β KL + c H - c_V L) at the given temperature, with the
-    value loss L: one unpadded row at a time, in float64.
+    The reference is g = -∇_θ scale (J - β KL + c H - c_Z Z - c_V L) at the given
+    temperature, clipped to the norm `clip` if one is given, with the mean Z of
+    (log Σ exp z)² and the value loss L: one unpadded row at a time, in float64.
 
     Args:
         step: `(model, rows)`: your forward, loss and backward on these rows. It leaves

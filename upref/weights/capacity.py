@@ -156,7 +156,7 @@ def own_token_bound(
 
     Args:
         pi_old: probabilities under the old policy.
-        eps_high: the upper bound of the clip, above 1.
+        eps_high: ε_high; the upper bound of the clip is 1 + ε_high.
         length: T, in tokens.
         log_ratio_of_others: in nats.
 
