@@ -24,7 +24,6 @@ accumulate in float32 at least, so J of a half-precision batch is a float32 numb
 """
 
 import math
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -229,7 +228,7 @@ def row_weights(
                 raise InputError(
                     "seq-mean-token-sum-norm divides by a fixed length: pass length=, not the padded width."
                 )
-            is_length = isinstance(length, Real) and 0 < length < math.inf
+            is_length = hasattr(length, "__float__") and 0 < float(length) < math.inf
             _must(symbols or is_length, "length must be a number above 0", length)
             count = totals.sequences * length
         case _:
