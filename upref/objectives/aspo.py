@@ -58,8 +58,8 @@ def is_calm(entropy, mask):
         "cap": "3.0: the same, negative_clip_ratio_c=3.0 and positive_clip_ratio_c=3.0",
     },
     not_symbolic="its clip depends on a quantile of the response's entropies",
-    note="The clip widens on high-entropy tokens, which the paper's formula does not have. Copies of the code have a switch "
-    "for it, use_dynamic_clip, off by default. It reads Rollouts.entropy.",
+    note="The clip widens on high-entropy tokens, which the paper's formula does not have. Copies of the code have a "
+    "switch for it, use_dynamic_clip, off by default. It reads Rollouts.entropy.",
 )
 def aspo_code(lp, lp_old, A, mask, entropy, *, eps_calm=0.2, eps_unsure=0.4, cap=3.0):
     """As aspo with ε_t = 0.2 where H_t <= the response's 80 % quantile of entropies, else 0.4"""
