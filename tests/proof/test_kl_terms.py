@@ -4,6 +4,7 @@
 import math
 
 import pytest
+import torch
 
 from upref import InputError
 from upref.cli import main
@@ -55,3 +56,36 @@ def test_another_estimator_differs(mine):
 def test_sizes_are_whole_numbers(mine, rows):
     with pytest.raises(InputError, match="rows must be a whole number"):
         prove_kl(f"{mine}:k1", "k1", rows=rows)
+
+
+def k3_of_a_series(lp, ref_lp):
+    d = ref_lp - lp
+    return d * (torch.expm1(d) / d - 1)
+
+
+def k2_of_a_root(lp, ref_lp):
+    return 0.5 * (lp - ref_lp).pow(2).sqrt() ** 2
+
+
+@pytest.mark.parametrize(
+    ("term", "name"), [(k3_of_a_series, "k3"), (k2_of_a_root, "k2")]
+)
+def test_a_term_that_is_nan_where_the_policies_are_equal_is_not_proved(term, name):
+    proof = prove_kl(term, name, rows=1, columns=1)
+    assert not proof and "not finite where it was run" in proof.reason
+
+
+def k3_with_a_guard(lp, ref_lp):
+    d = ref_lp - lp
+    safe = torch.where(d == 0, 1, d)
+    return torch.where(d == 0, d * d / 2, d * (torch.expm1(safe) / safe - 1))
+
+
+def k3_of_a_ratio(lp, ref_lp):
+    k = (ref_lp - lp).exp()
+    return k - 1 - k.log()
+
+
+@pytest.mark.parametrize("term", [k3_with_a_guard, k3_of_a_ratio])
+def test_a_right_term_is_proved_where_the_policies_are_equal_too(term):
+    assert prove_kl(term, "k3", rows=1, columns=2)

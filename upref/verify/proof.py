@@ -841,14 +841,16 @@ def _prove_terms(
         rows, columns: the largest batch; every token of a batch is trained.
         seconds: the limit of CPU time.
     """
-    among = [
-        Pattern(((True,) * t,) * b) for b, t in ((1, 1), (1, columns), (rows, columns))
-    ]
+    shapes = dict.fromkeys([(1, 1), (1, columns), (rows, columns)])
+    free = [Pattern(((True,) * t,) * b) for b, t in shapes]
+    # where log π_ref - log π_θ is 0, a divisor may be 0
+    equal = [replace(p, on_policy=True) for p in free]
+    certain = [replace(p, certain=True) for p in free]
     of_term, of_known = term_of(term), term_of(known)
     found = compare(
         of_term,
         of_known,
-        list(dict.fromkeys(among)),
+        [*free, *equal, *certain],
         per_response=False,
         reads={"logp_ref"},
         seconds=seconds,
