@@ -568,6 +568,16 @@ def run_of_steps(
     return out
 
 
+def count_as_delivered(steps: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Return the steps of a run with the versions that the engine would have had, if
+    each update had reached it.
+    """
+    return [
+        columns | {"version": torch.full_like(columns["version"], number)}
+        for number, columns in enumerate(steps)
+    ]
+
+
 # ---- faults that no rule was tuned on ------------------------------------------------
 HELD_OUT: dict[str, Fault] = {}
 

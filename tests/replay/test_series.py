@@ -2,9 +2,8 @@
 """Weights that are never delivered are told from weights that are late, from six steps."""
 
 import pytest
-import torch
 
-from tests.replay.simulator import World, run_of_steps
+from tests.replay.simulator import World, count_as_delivered, run_of_steps
 from upref.replay import make_batch, replay
 from upref.replay.series import StepGap, series
 
@@ -170,11 +169,8 @@ def test_steady_gaps_have_no_step_that_stands_out(sizes):
 
 def test_a_failure_of_the_series_fails_the_replay(runs):
     """The file counts each update as delivered."""
-    steps = []
-    for number, columns in enumerate(runs["never"]):
-        version = torch.full_like(columns["version"], number)
-        steps.append(columns | {"version": version})
-    found = replay(steps_of(steps), only=["sampler"])
+    steps = steps_of(count_as_delivered(runs["never"]))
+    found = replay(steps, only=["sampler"])
     words = " ".join(found.text().split())
     assert found.status == 1 and "never received new weights" in words
     assert '"never_delivered"' in found.json()
