@@ -2,6 +2,7 @@
 """`upref.check_advantages` of tokens and turns, on functions that are right and wrong."""
 
 import functools
+import inspect
 
 import pytest
 import torch
@@ -48,6 +49,70 @@ def test_the_reference_is_accepted(estimator):
 
     assert upref.check_advantages(renamed, estimator)
     assert set(SETTINGS) == set(token_advantages.TOKEN_ADVANTAGES)
+
+
+@pytest.mark.parametrize("estimator", token_advantages.TOKEN_ADVANTAGES)
+def test_the_reference_without_a_mask_is_accepted(estimator):
+    if estimator == "distillation":  # its arguments have other names
+        return
+    reference = token_advantages.get(estimator)
+    signature = inspect.signature(reference)
+    others = [p for p in signature.parameters.values() if p.name != "mask"]
+
+    def of_full_responses(**given):
+        slots = given["log_prob"] if "log_prob" in given else given["rewards"]
+        return reference(mask=torch.ones_like(slots, dtype=torch.bool), **given)
+
+    of_full_responses.__signature__ = signature.replace(parameters=others)
+    report = upref.check_advantages(of_full_responses, estimator)
+    assert report, str(report)
+    assert report.oracles["groups"] == "ok"
+
+
+def blocks_for_prompts(rewards, group, gamma, eps=1e-6):
+    """Return turns that are normalized, then discounted. Prompts are taken for blocks of
+    equally many rows.
+    """
+    x = rewards.view(len(group.unique()), -1)
+    A = (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + eps)
+    every = torch.ones_like(rewards, dtype=torch.bool)
+    return tokens.returns_by_matrix(A.view_as(rewards), every, gamma)
+
+
+def nan_for_equal_rewards(rewards, group, gamma):
+    """Return turns that are normalized without a guard, then discounted."""
+    A = torch.zeros_like(rewards)
+    for prompt in group.unique():
+        x = rewards[group == prompt]
+        A[group == prompt] = (x - x.mean()) / x.std()
+    every = torch.ones_like(rewards, dtype=torch.bool)
+    return tokens.returns_by_matrix(A, every, gamma)
+
+
+def gpg_without_factor(rewards, group):
+    R = rewards.sum(1)
+    same = (group[:, None] == group).to(R.dtype)
+    A = R - same @ R / same.sum(1)
+    return A[:, None].expand_as(rewards)
+
+
+@pytest.mark.parametrize(
+    ("fn", "estimator", "oracle"),
+    [
+        (blocks_for_prompts, "turns_normalized_discounted", "groups"),
+        (nan_for_equal_rewards, "turns_normalized_discounted", "equal-rewards"),
+        (gpg_without_factor, "gpg", "equal-rewards"),
+    ],
+    ids=name,
+)
+def test_a_function_without_a_mask_is_tried_on_prompts(fn, estimator, oracle):
+    (failure,) = upref.check_advantages(fn, estimator).failures
+    assert failure.oracle == oracle
+
+
+def test_equal_rewards_are_not_said_to_be_tried_where_they_are_not():
+    report = upref.check_advantages(tokens.gae_of_lists, "gae")
+    assert "no batch of equal rewards" in report.oracles["equal-rewards"]
 
 
 def test_settings_are_found_or_held_to():

@@ -350,12 +350,46 @@ def _best_tie() -> Problem:
 BEST_TIE = _best_tie()
 
 
-def problems_of(name: str) -> list[Problem]:
+def _equal_rewards() -> Problem:
+    """Make a batch of one prompt, whose responses have one trained slot each and all the
+    same reward and state.
+    """
+    mask = _prefixes([1, 1, 1, 1], 2)
+    inputs = _inputs(mask, [0, 0, 0, 0], 8)
+    rewards = torch.where(mask, 0.5, 0.0).double()
+    state = torch.zeros(4, 2, dtype=torch.int64)
+    words = "equal rewards of a prompt"
+    return Problem(words, {**inputs, "rewards": rewards, "state": state})
+
+
+EQUAL = _equal_rewards()
+
+
+def _without_padding(problem: Problem) -> Problem:
+    """Return the batch with every slot trained. Slots that were padding have rewards of
+    0.
+    """
+    full = torch.ones_like(problem.inputs["mask"])
+    return problem.but(problem.words, mask=full)
+
+
+# of a function without a mask
+FULL_MIXED = _without_padding(MIXED)
+FULL_ONE_SOLVED = _without_padding(ONE_SOLVED)
+FULL_BEST_TIE = _without_padding(BEST_TIE)
+FULL_EQUAL = EQUAL.take(range(4), [0])
+
+
+def problems_of(name: str, has_mask: bool) -> list[Problem]:
     """Return the batches on which an estimator is compared, the plain one first.
 
     Args:
         name: a key of TOKEN_ADVANTAGES.
+        has_mask: whether the function takes a mask.
     """
+    if not has_mask:
+        full_of_responses = [FULL_ONE_SOLVED, FULL_BEST_TIE]
+        return [FULL, FULL_MIXED, *(full_of_responses if name in RESPONSES else [])]
     has_holes = name not in (*TEACHER, *BY_NUMBER)
     of_responses = [ONE_SOLVED, BEST_TIE] if name in RESPONSES else []
     holes = [HOLES] if has_holes else []
@@ -434,8 +468,7 @@ def holes(case: FormulaCase) -> Iterator[Finding]:
 @oracle("groups", not_run=wrong_already)
 def groups(case: FormulaCase) -> Iterator[Finding]:
     """Compare on prompts whose responses are mixed."""
-    if case.has_mask:
-        yield from case.compare("groups", MIXED)
+    yield from case.compare("groups", MIXED if case.has_mask else FULL_MIXED)
 
 
 @oracle("single-slots", not_run=no_mask_or_wrong)
@@ -561,32 +594,29 @@ def untrained_rewards(case: FormulaCase) -> Iterator[Finding]:
     )
 
 
-@oracle("equal-rewards", not_run=wrong_already)
+def no_equal_rewards(case: FormulaCase) -> str:
+    """Return why equal rewards are not tried; "" where they are."""
+    if case.name not in (*RESPONSES, *TURNS, *STEPS):
+        return f"there is no batch of equal rewards for {case.name}"
+    return wrong_already(case)
+
+
+@oracle("equal-rewards", not_run=no_equal_rewards)
 def equal_rewards(case: FormulaCase) -> Iterator[Finding]:
     """Report numbers that are not 0 where all rewards of a prompt are equal, and wrong ones
     where the largest two are.
     """
+    if case.name not in RESPONSES:
+        yield from case.compare("equal-rewards", EQUAL if case.has_mask else FULL_EQUAL)
+        return
+    solved, tie = ONE_SOLVED, BEST_TIE
     if not case.has_mask:
-        return
-    if case.name in RESPONSES:
-        for problem in (ONE_SOLVED, BEST_TIE):
-            found = list(case.compare("equal-rewards", problem))
-            yield from found
-            if found:
-                return
-    if case.name not in (*TURNS, *STEPS):
-        return
-    one_each = _prefixes([1, 1, 1, 1], 2)
-    inputs = _inputs(one_each, [0, 0, 0, 0], 8)
-    rewards = torch.where(one_each, 0.5, 0.0).double()
-    equal = {
-        **inputs,
-        "rewards": rewards,
-        "state": torch.zeros(4, 2, dtype=torch.int64),
-    }
-    yield from case.compare(
-        "equal-rewards", Problem("equal rewards of a prompt", equal)
-    )
+        solved, tie = FULL_ONE_SOLVED, FULL_BEST_TIE
+    for problem in (solved, tie):
+        found = list(case.compare("equal-rewards", problem))
+        yield from found
+        if found:
+            return
 
 
 @oracle("untrained-answers", not_run=no_mask_or_wrong)
@@ -735,7 +765,7 @@ def _make(
         partial(compute, estimator),
         partial(advantages_of, function.name),
         settings,
-        problems_of(estimator) if has_mask else [FULL],
+        problems_of(estimator, has_mask),
         known(estimator),
         "A",
         shown=READS[estimator],
