@@ -460,6 +460,76 @@ def test_a_far_fault_is_a_clamp_where_it_is_one(fn, name, said):
     assert cause.startswith(said) and bool(cause) == bool(said)
 
 
+def k3_but_near_the_reference(replacement, threshold, dtype):
+    """Return k3, computed in a dtype, with other numbers where |d| is below a threshold."""
+
+    def term(log_prob, ref_log_prob):
+        d = (ref_log_prob - log_prob).to(dtype)
+        return torch.where(d.abs() < threshold, replacement(d), d.expm1() - d)
+
+    return term
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("threshold", [0.05, 0.01, 0.004])
+@pytest.mark.parametrize(
+    "replacement", [torch.zeros_like, lambda d: d * d / 2], ids=["0", "d²/2"]
+)
+def test_a_k3_that_is_another_function_near_the_reference_is_rejected(
+    replacement, threshold, dtype
+):
+    term = k3_but_near_the_reference(replacement, threshold, dtype)
+    report = upref.check_kl(term, "k3")
+    gradient = [f for f in report.failures if f.oracle == "gradient"]
+    assert gradient, str(report)
+    assert abs(gradient[0].place.numbers["log π_ref - log π_θ"]) < threshold
+
+
+SPELLINGS = {
+    "k1 of log-probabilities": ("k1", lambda lp, ref: lp - ref),
+    "k1 of probabilities": ("k1", lambda lp, ref: (lp.exp() / ref.exp()).log()),
+    "k2": ("k2", lambda lp, ref: 0.5 * (lp - ref) ** 2),
+    "k2 of a ratio": ("k2", lambda lp, ref: 0.5 * (lp - ref).exp().log().square()),
+    "k3": ("k3", lambda lp, ref: (ref - lp).exp() - 1 - (ref - lp)),
+    "k3 by expm1": ("k3", lambda lp, ref: (ref - lp).expm1() - (ref - lp)),
+    "k3 of log π_θ/π_ref": ("k3", lambda lp, ref: (lp - ref).neg().exp() - 1 + lp - ref),
+    "k3 of a ratio": ("k3", lambda lp, ref: k3_of_ratio((ref - lp).exp())),
+    "k3 of probabilities": ("k3", lambda lp, ref: k3_of_ratio(ref.exp() / lp.exp())),
+    "k3 of at least 0": ("k3", lambda lp, ref: k3_by_hand(lp, ref).clamp(min=0)),
+}  # fmt: skip
+
+
+def k3_of_ratio(ratio):
+    return (ratio - 1) - ratio.log()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_rounding_near_the_reference_is_no_difference(spelling, dtype):
+    """In float32, e^d - d - 1 is wrong by 1e-7, which is more than its value there."""
+    estimator, term = SPELLINGS[spelling]
+    report = upref.check_kl(
+        lambda log_prob, ref_log_prob: term(log_prob.to(dtype), ref_log_prob.to(dtype)),
+        estimator,
+    )
+    assert report, str(report)
+
+
+@pytest.mark.parametrize(
+    ("term", "cause"),
+    [
+        (lambda lp, ref: torch.nn.functional.huber_loss(lp, ref, reduction="none", delta=2.2),
+         "near the reference alone: k2 itself"),
+        (lambda lp, ref: (lp - ref).clamp(-3, 3), "near the reference alone: k1 itself"),
+        (lambda lp, ref: (lp - ref).clamp(-20, 20), "k1 itself"),
+        (lambda lp, ref: 2 * kl.k3(lp, ref).clamp(max=10), "near the reference alone: 2 times k3"),
+    ],
+)  # fmt: skip
+def test_a_cause_fits_far_from_the_reference_or_says_that_it_does_not(term, cause):
+    report = upref.check_kl(term, "k3")
+    assert report.failures[0].cause == cause, str(report)
+
+
 def test_whose_gradient_it_is():
     """The table in upref/kl.py, by enumeration; and off policy none of the three has
     the gradient of a divergence.

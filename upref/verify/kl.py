@@ -10,7 +10,7 @@ with those of the divergences, on policy and off it. One file: its oracles are s
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,9 @@ from upref.verify.report import (
 
 # d = log π_ref - log π_θ near 0 and far from it. Every number is exact in float32. The sum
 # of NEAR is not 0: else a function that sums over a row would not show.
-NEAR = torch.arange(-24, 33, dtype=torch.float64) / 16
+TINY = 2.0 ** torch.arange(-12, -4, dtype=torch.float64)  # |d| where training starts
+NEAR = torch.cat([torch.arange(-24, 33, dtype=torch.float64) / 16, TINY, -TINY])
+NEAR = NEAR.sort().values
 FAR = torch.tensor(
     [sign * size for size in (2.5, 3, 4, 6, 9, 12, 15, 19, 21, 40) for sign in (1, -1)],
     dtype=torch.float64,
@@ -57,7 +59,12 @@ PASTE = "from upref.verify.kl import {}, pair\nlog_prob, ref_log_prob = pair({})
 # each row begins so many places later in d: else a mean over rows would not show
 SHIFT = 7
 VALUE, GRADIENT = 0, 1  # the places of a value and of a gradient in a pair
+# the size that a smaller value or gradient counts as in a relative error. In float32,
+# e^d - d - 1 is wrong by up to 1e-7, and its gradient 1 - e^d too.
+LEAST_SIZE = {VALUE: 1e-2, GRADIENT: 2e-3}
 USUAL_CLAMP = 20  # of d: a clamp there or beyond is a note
+# d where a cause must give the numbers of the function, a row each
+EVERYWHERE = (NEAR, FAR[FAR.abs() < USUAL_CLAMP])
 DIFFERENCE = "log π_ref - log π_θ"
 NO_GRADIENT = "no gradient: it is computed under no_grad, or detached"
 
@@ -96,14 +103,31 @@ class KlCase:
         """
         expected = value_and_slope(self.formula, d)[which]
         found = value_and_slope(self.term, d)[which]
-        return expected, found, _relative_error(found, expected)
+        return expected, found, _relative_error(found, expected, which)
 
     def cause(self, which: int) -> Cause:
+        """Return the cause that gives the numbers of the function near the reference and
+        far from it; else one that gives them near the reference, with words that say so;
+        else no cause.
+
+        Args:
+            which: VALUE where the value is wrong, GRADIENT where the gradient is.
+        """
+        cause = self._cause_at(EVERYWHERE, which)
+        if cause:
+            return cause
+        near = self._cause_at((NEAR,), which)
+        if near:
+            return replace(near, words=f"near the reference alone: {near.words}")
+        return NO_CAUSE
+
+    def _cause_at(self, points: tuple[Tensor, ...], which: int) -> Cause:
         """Return the first fault that gives both the value and the gradient; else the
         first that gives this one, with words that say so; else a factor or a constant;
         else no cause.
 
         Args:
+            points: the differences at which a cause must fit, as of `same`.
             which: VALUE where the value is wrong, GRADIENT where the gradient is.
         """
         tol = self.term.tol
@@ -117,7 +141,7 @@ class KlCase:
             *(fault for fault in known("kl") if fault.change is not self.formula),
         ]
         for parts in ((VALUE, GRADIENT), (which,)):
-            fits = partial(self._has_fault, parts=parts)
+            fits = partial(self._has_fault, parts=parts, points=points)
             fault = first_fitting(faults, fits)
             if fault is None:
                 continue
@@ -128,23 +152,35 @@ class KlCase:
         # the factor of one token, and then the constant of one, if all have the same
         expected, found, _ = self.differences(NEAR[-1:], which)
         factor = found.item() / expected.item()
-        if same(self.term, lambda lp, ref: factor * self.formula(lp, ref), tol=tol):
+        if same(
+            self.term,
+            lambda lp, ref: factor * self.formula(lp, ref),
+            tol=tol,
+            points=points,
+        ):
             return measured.ESTIMATOR_SCALED.cause(
                 factor=factor, estimator=self.estimator
             )
         expected_values, found_values, _ = self.differences(NEAR, VALUE)
         constant = (found_values - expected_values)[0].item()
-        if same(self.term, lambda lp, ref: self.formula(lp, ref) + constant, tol=tol):
+        if same(
+            self.term,
+            lambda lp, ref: self.formula(lp, ref) + constant,
+            tol=tol,
+            points=points,
+        ):
             return measured.CONSTANT_ADDED_TO_ESTIMATOR.cause(
                 estimator=self.estimator, constant=constant
             )
         return NO_CAUSE
 
-    def _has_fault(self, fault: Fault[Formula], parts: tuple[int, ...]) -> bool:
+    def _has_fault(
+        self, fault: Fault[Formula], parts: tuple[int, ...], points: tuple[Tensor, ...]
+    ) -> bool:
         """Return whether the function has the value or the gradient of a fault, or
-        both.
+        both, at these differences.
         """
-        return same(self.term, fault.change, parts, self.term.tol)
+        return same(self.term, fault.change, parts, self.term.tol, points)
 
 
 def pair(d: Tensor, levels: tuple[float, ...] = (-1.0,)) -> tuple[Tensor, Tensor]:
@@ -194,11 +230,16 @@ def value_and_slope(
     return in_order_of_d(k.detach()), in_order_of_d(gradient)
 
 
-def _relative_error(found: Tensor, expected: Tensor) -> Tensor:
+def _relative_error(found: Tensor, expected: Tensor, which: int) -> Tensor:
     """Return the errors of numbers relative to the expected ones; infinite where a
     number is NaN.
+
+    Args:
+        found: the numbers.
+        expected: what they should be.
+        which: VALUE or GRADIENT.
     """
-    scale = expected.abs().clamp(min=1e-2)
+    scale = expected.abs().clamp(min=LEAST_SIZE[which])
     return ((found - expected).abs() / scale).nan_to_num(nan=math.inf)
 
 
@@ -207,20 +248,25 @@ def same(
     other: Formula,
     which: tuple[int, ...] = (VALUE, GRADIENT),
     tol: float = 1e-5,
+    points: tuple[Tensor, ...] = (NEAR,),
 ) -> bool:
-    """Tell whether two KL functions have the same numbers near the reference.
+    """Tell whether two KL functions have the same numbers.
 
     Args:
         term: a function (log π_θ, log π_ref) -> one number per token.
         other: another.
         which: VALUE compares values, GRADIENT gradients by log π_θ.
         tol: the relative error that is allowed.
+        points: the differences log π_ref - log π_θ at which they are compared: a row
+            [N] each.
     """
-    for part in which:
-        numbers = value_and_slope(term, NEAR)[part]
-        other_numbers = value_and_slope(other, NEAR)[part]
-        if not _relative_error(numbers, other_numbers).max() <= tol:
-            return False
+    for d in points:
+        numbers = value_and_slope(term, d)
+        other_numbers = value_and_slope(other, d)
+        for part in which:
+            error = _relative_error(numbers[part], other_numbers[part], part)
+            if not error.max() <= tol:
+                return False
     return True
 
 
@@ -329,7 +375,7 @@ def _pointwise(which: int, name: str, what: str) -> Oracle:
         d = NEAR[worst].item()
         _, _, error_alone = case.differences(NEAR[worst : worst + 1], which)
         if error_alone.max() > case.term.tol:
-            code = f"log_prob, ref_log_prob = torch.tensor([[-3.0]]), torch.tensor([[{d - 3:.4f}]])"
+            code = f"log_prob, ref_log_prob = torch.tensor([[-3.0]]), torch.tensor([[{d - 3}]])"
         else:  # the token differs beside others only
             code = PASTE.format("NEAR", "NEAR")
         yield fail(
@@ -420,7 +466,7 @@ def rows(case: KlCase) -> Iterator[Finding]:
         for which, what in enumerate(("value", "gradient by log_prob")):
             expected = value_and_slope(case.formula, d, levels)[which]
             found = value_and_slope(case.term, d, levels)[which]
-            errors = _relative_error(found, expected)
+            errors = _relative_error(found, expected, which)
             if errors.max() > case.term.tol:
                 worst = int(errors.argmax())
                 row, column = divmod(worst, len(d))
