@@ -123,6 +123,44 @@ def test_advantages_that_are_wrong_on_unusual_batches_fail(fn, name):
     assert not upref.check_advantages(fn, name)
 
 
+def sum_of_response_means(values, returns):
+    return ((values - returns) ** 2).mean(1).sum()
+
+
+def divided_by_the_square_of_the_length(values, returns):
+    return 0.5 * ((values - returns) ** 2).sum() / values.shape[1] ** 2
+
+
+def test_a_critic_without_a_mask_is_compared_at_two_shapes():
+    report = upref.check_value(sum_of_response_means, "mse", agg="seq-mean-token-sum")
+    assert not report
+    (failure,) = upref.check_value(sum_of_response_means, "mse").failures
+    assert failure.fault_ids == ("aggregated-by-sum-of-token-means",), str(failure)
+    assert not upref.check_value(divided_by_the_square_of_the_length, "mse")
+
+
+def kl_over_the_vocabulary(student_logits, teacher_logits):
+    q, p = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+    return (p.exp() * (p - q)).mean(-1).sum()
+
+
+def sampled_over_the_square_of_responses(log_prob, teacher_log_prob):
+    squares = (log_prob - teacher_log_prob) ** 2 / 2
+    return squares.sum() / len(squares) ** 2
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (kl_over_the_vocabulary, "forward_kl"),
+        (sampled_over_the_square_of_responses, "sampled_reverse_kl"),
+    ],
+)
+def test_a_ratio_of_sizes_is_no_constant_factor(loss, name):
+    (failure,) = upref.check_distillation(loss, name).failures
+    assert failure.fault_ids == (), str(failure)
+
+
 def test_a_bootstrap_that_is_read_on_some_responses_is_not_called_unread():
     def on_full_responses(rewards, values, mask, bootstrap, gamma, lam):
         own = torch.where(mask[:, -1], bootstrap, 0)

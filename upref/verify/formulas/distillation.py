@@ -229,8 +229,17 @@ RARE = PADDED.but(
     log_prob=PADDED.inputs["log_prob"] * 6,
     teacher_log_prob=PADDED.inputs["teacher_log_prob"] * 6,
 )
+# The numbers of rows, of columns and of tokens of the vocabulary, and their ratios, are
+# not those of PLAIN: a function without a mask is compared on full batches alone.
+WIDE_FULL = _problem(
+    "2 responses of 5 tokens, no padding, and a vocabulary of 40 tokens",
+    [5, 5],
+    5,
+    WIDE_V,
+    6,
+)
 # of the forms that have the sampled tokens alone
-SAMPLED_PROBLEMS = (PLAIN, PADDED, HOLES, ONE_TOKEN, RARE)
+SAMPLED_PROBLEMS = (PLAIN, PADDED, HOLES, ONE_TOKEN, RARE, WIDE_FULL)
 PROBLEMS = (
     PLAIN,
     PADDED,
@@ -242,6 +251,7 @@ PROBLEMS = (
     SHIFTED,
     HOLES,
     ONE_TOKEN,
+    WIDE_FULL,
 )
 
 

@@ -201,7 +201,10 @@ REACHED = REACHED.but(
     REACHED.words,
     returns=REACHED.inputs["values"] + 1 / 64,
 )
-PROBLEMS = (PLAIN, PADDED, HOLES, LARGE, FAR, TINY, REACHED)
+# rows and columns of other numbers than PLAIN's, which are equal: a function without a
+# mask is compared on these two alone
+RECTANGULAR = _problem("5 responses of 7 tokens, no padding", [7] * 5, 7, 8)
+PROBLEMS = (PLAIN, PADDED, HOLES, LARGE, FAR, TINY, REACHED, RECTANGULAR)
 
 
 # ---- faults --------------------------------------------------------------------------
