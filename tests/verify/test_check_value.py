@@ -49,6 +49,35 @@ def test_what_cannot_be_read_is_one_sentence():
         upref.check_value(lambda values, returns, foo: values.sum(), "mse")
 
 
+def as_in_mappo(values, value_preds_batch, return_batch, active_masks_batch, clip=0.2):
+    """Return the clipped loss, whose old values are called predictions."""
+    return critics.of_tokens(
+        values, value_preds_batch, return_batch, active_masks_batch, clip
+    )
+
+
+def as_in_rllib(values, vf_preds, value_targets, mask, vf_clip_param=0.2):
+    """Return the clipped loss, whose old values are called predictions."""
+    return critics.of_tokens(values, vf_preds, value_targets, mask, vf_clip_param)
+
+
+@pytest.mark.parametrize("loss", [as_in_mappo, as_in_rllib])
+@pytest.mark.parametrize("name", ["clipped", "mse"])
+def test_predicted_values_may_be_the_old_ones(loss, name):
+    with pytest.raises(upref.InputError, match="cannot tell which of v"):
+        upref.check_value(loss, name)
+
+
+def test_a_wrong_loss_of_predictions_that_are_new_by_name_fails():
+    def loss(new_value_preds, old_value_preds, returns, mask, clip=0.2):
+        return critics.smaller_error(
+            new_value_preds, old_value_preds, returns, mask, clip
+        )
+
+    (failure,) = upref.check_value(loss, "clipped").failures
+    assert failure.fault_ids == ("value-minimum",)
+
+
 # ---- the reference -------------------------------------------------------------------
 def one(values, old, returns, **settings):
     """Return the loss and its gradient of single tokens."""

@@ -64,6 +64,17 @@ def of_tokens(values, old_values, returns, mask, clip):
     return 0.5 * _mean(torch.max((values - returns) ** 2, (near - returns) ** 2), mask)
 
 
+def with_guarded_mean(values, old_values, returns, mask, cliprange_value=0.2, eps=1e-8):
+    near = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
+    x = torch.max((values - returns) ** 2, (near - returns) ** 2) * mask
+    return 0.5 * x.sum() / (mask.sum() + eps)
+
+
+def of_predictions(value_preds, values, returns, mask, clip):
+    """Return the clipped loss, whose new values are called predictions."""
+    return of_tokens(value_preds, values, returns, mask, clip)
+
+
 def squared(values, returns, mask):
     return 0.5 * torch.nn.functional.mse_loss(values[mask], returns[mask])
 
@@ -80,6 +91,8 @@ RIGHT = [
     (unreduced, "clipped", "token-mean"),
     (in_float32, "clipped", "token-mean"),
     (of_tokens, "clipped", "token-mean"),
+    (with_guarded_mean, "clipped", "token-mean"),
+    (of_predictions, "clipped", "token-mean"),
     (squared, "mse", "token-mean"),
     (squared_whole, "mse", "token-mean"),
 ]

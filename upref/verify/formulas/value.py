@@ -5,7 +5,7 @@ gradient by the values is compared, on both sides of the clip and of the return.
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from typing import Any
 
@@ -70,6 +70,8 @@ OTHER = ({"clip": 0.5}, {"clip": 0.05})
 # ---- what arguments are called -------------------------------------------------------
 VALUES = {"value", "values", "v", "vpred", "vpreds", "critic"}
 NEW = {"vpred", "vpreds", "pred", "preds", "predicted", "new", "current", "curr"}
+# new ones by verl's use, old ones by that of ikostrikov's PPO, MAPPO and RLlib
+PREDICTED = {"pred", "preds", "predicted"}
 OLD = {"old", "prev", "rollout", "behavior", "mb", "sampled"}
 RETURNS = {"return", "returns", "ret", "rets"}
 TARGETS = {"target", "targets"}
@@ -103,12 +105,15 @@ def role(has_new: bool, has_returns: bool, name: str) -> str:
     return ""
 
 
-def setting(name: str) -> str:
+def setting(guards: Container[str], name: str) -> str:
     """Return the setting that a name of an argument means, or "".
 
     Args:
+        guards: the arguments that keep a denominator from 0, as `eps=1e-8` does.
         name: of an argument.
     """
+    if name in guards:
+        return ""
     words = names.words(name)
     if any(w.startswith(("clip", "eps")) for w in words):
         return "clip"
@@ -117,22 +122,47 @@ def setting(name: str) -> str:
 
 def vocabulary(fn: Any) -> Vocabulary:
     """Return what the arguments of a value loss may be called: what `values` and
-    `target_values` mean depends on its other arguments.
+    `target_values` mean depends on its other arguments, and what `eps` means on its
+    default.
 
     Args:
         fn: the loss, or its name.
     """
     function = load(fn) if isinstance(fn, str) else fn
-    every = (
-        [set(names.words(p.name)) for p in parameters(function)]
-        if callable(function)
-        else []
-    )
+    arguments = parameters(function) if callable(function) else []
+    guards = {p.name for p in arguments if names.guards_division(p.name, p.default)}
+    every = [set(names.words(p.name)) for p in arguments]
     has_new = any(words & NEW for words in every)
     has_returns = any(words & RETURNS for words in every)
     roles = ("values", "old_values", "returns", "mask")
     return Vocabulary(
-        "a value loss", partial(role, has_new, has_returns), setting, roles
+        "a value loss",
+        partial(role, has_new, has_returns),
+        partial(setting, guards),
+        roles,
+    )
+
+
+def unknown_roles(function: NamedFunction) -> str:
+    """Return the error for a function that has `values` beside predicted ones: some
+    frameworks call the new values predicted, others the old ones. "" where the names
+    tell which are new.
+
+    Args:
+        function: as read.
+    """
+    arguments = {role: argument for argument, role in function.roles.items()}
+    if not {"values", "old_values"} <= arguments.keys():
+        return ""
+    new, old = arguments["values"], arguments["old_values"]
+    words = set(names.words(new))
+    is_told = words & (NEW - PREDICTED) or set(names.words(old)) & (OLD | TARGETS)
+    if is_told or not words & PREDICTED:
+        return ""
+    return (
+        f"{function.name}: upref cannot tell which of {new} and {old} are the new values, and the loss is "
+        f"not the one that you named if {new} are: rename the new ones to values and the others to old_values, "
+        "or write a wrapper."
     )
 
 
@@ -588,7 +618,8 @@ def check_value(
         A Report: true if nothing fails.
 
     Raises:
-        InputError: fn cannot be read or run.
+        InputError: fn cannot be read or run; or it is wrong, and its names do not tell
+            which values are new.
     """
     start = time.perf_counter()
     critic.get(loss)  # raises where there is no such loss
@@ -613,6 +644,9 @@ def check_value(
             raise InputError(f"{key} must be a number >= 0, got {repr(number)[:60]}.")
     case, is_right = _choose_case(function, loss, agg, given)
     findings, outcomes = run(every, case, skip)
+    has_failed = any(finding.severity == "failure" for finding in findings)
+    if has_failed and (error := unknown_roles(function)):
+        raise InputError(error)
     objective = f"value {loss}"
     if case.settings["agg"] != UNREDUCED and agg != "token-mean":
         objective += f" with {agg}"
