@@ -196,3 +196,58 @@ def prompts_as_floats(lp, old, A, mask, group):
 def test_ids_of_prompts_that_are_compared_are_no_bounds():
     proof = upref.prove(prompts_as_floats, "cispo", rows=2, columns=1, eps_high=4)
     assert proof and not proof.bounds
+
+
+def ceiling_of_a_setting(lp, old, A, mask, block=64):
+    return dapo(lp, old, A, mask) * -(-lp.shape[1] // block)
+
+
+def ceiling_of_a_quotient(lp, old, A, mask, block=64):
+    return dapo(lp, old, A, mask) * math.ceil(lp.shape[1] / block)
+
+
+def shift_by_a_setting(lp, old, A, mask, bits=6):
+    return dapo(lp, old, A, mask) * (1 + (lp.shape[1] >> bits))
+
+
+def shift_of_a_tensor(lp, old, A, mask):
+    return dapo(lp, old, A, mask) * (1 + torch.bitwise_right_shift(mask.sum(), 6))
+
+
+def bits_of_a_tensor(lp, old, A, mask):
+    return dapo(lp, old, A, mask) * (1 + (mask.sum() & 64))
+
+
+def quotient_of_tensors(lp, old, A, mask):
+    return dapo(lp, old, A, mask) * (1 + mask.sum() // torch.full((), 64))
+
+
+SIXTY_FOUR = [
+    *(ceiling_of_a_setting, ceiling_of_a_quotient, shift_by_a_setting),
+    *(shift_of_a_tensor, bits_of_a_tensor, quotient_of_tensors),
+]
+
+
+@pytest.mark.parametrize("loss", SIXTY_FOUR, ids=lambda f: f.__name__)
+def test_a_size_that_is_divided_or_read_by_bits_has_a_bound(loss):
+    proof = upref.prove(loss, "dapo", rows=1, columns=1)
+    assert proof, proof.reason
+    assert 64 in [number for number, _ in proof.bounds]
+
+
+def prompts_by_their_last_bits(lp, old, A, mask, group):
+    """Return DAPO's loss with the mean within each prompt; 7 and 23 are one prompt."""
+    r = torch.where(mask, lp - old, 0).exp()
+    A = torch.where(mask, A, 0)
+    J = torch.minimum(r * A, r.clamp(0.8, 1.28) * A).sum(1)
+    ids = group & 15
+    same = (ids[:, None] == ids).to(J.dtype)
+    is_first = torch.tril(same, -1).sum(1) == 0
+    means = same @ J / (same @ mask.sum(1).to(J.dtype))
+    return -means[is_first].sum() / is_first.sum()
+
+
+def test_ids_of_prompts_whose_bits_are_read_have_a_bound():
+    proof = upref.prove(prompts_by_their_last_bits, "dapo", rows=2, columns=1)
+    assert proof, proof.reason
+    assert [number for number, _ in proof.bounds] == [15]

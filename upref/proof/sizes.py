@@ -26,7 +26,9 @@ LARGEST = {
     torch.float16: 2048,
 }
 COMPARES = {"gt", "lt", "ge", "le", "eq", "ne", "clamp", "clamp_min", "clamp_max"}
-DIVIDES = {"remainder", "fmod", "floor_divide"}
+SHIFTS = {"bitwise_right_shift", "rshift"}
+BITS = {"bitwise_and", "and", "bitwise_or", "or"}
+DIVIDES = {"remainder", "fmod", "floor_divide"} | SHIFTS | BITS
 TWO = COMPARES | {"minimum", "maximum", "fmin", "fmax", "searchsorted", "bucketize"}
 ROUNDS = {"floor", "ceil", "round", "trunc", "frac"}
 ADDS = {"sum", "cumsum", "prod", "cumprod", "mean", "nansum"}
@@ -43,6 +45,7 @@ VALUES = {
 SMALLEST = 3  # numbers below are sizes of the proof itself
 LARGEST_RATIO = 1e9  # of two numbers that are compared: beyond, one is an eps
 LARGEST_SIZE = 2**62
+LARGEST_SHIFT = 64
 MOST_TOKENS = 1e5  # of a batch: what is larger by more guards a division
 CLEARLY = 10  # times larger than a number that a count is compared with
 
@@ -110,6 +113,8 @@ class Sizes:
             line: returns the user's line.
         """
         name = func.overloadpacket.__name__.rstrip("_")
+        if name.startswith("__"):  # `__rshift__`
+            name = name.strip("_")
         dtype = kwargs.get("dtype")
         tensors = [x for x in args if isinstance(x, Tensor)]
         if not self.with_floats and any(x.is_floating_point() for x in tensors):
@@ -119,7 +124,8 @@ class Sizes:
             for number in (*args[1:], *kwargs.values()):
                 is_id = name in ("eq", "ne") and number in self.ids
                 if isinstance(number, int | float) and not is_id:
-                    self.add(abs(number), line())
+                    divisor = _power_of_two(number) if name in SHIFTS else number
+                    self.add(abs(divisor), line())
         # a type that holds no larger count
         is_cast = name == "_to_copy" and args[0].dtype is not torch.bool
         if dtype in LARGEST and (is_cast or name in ADDS):
@@ -139,6 +145,9 @@ class Sizes:
         is_whole = not x.is_floating_point()
         is_equality = name in ("eq", "ne")
         others: list[Any]  # what the numbers of x are compared with
+        if name in DIVIDES:
+            divisors = [y for y in args[1:] if isinstance(y, Tensor)]
+            return max((self._largest_divisor(name, y) for y in divisors), default=0)
         if name in TWO:
             others = [y for y in (*args[1:], *kwargs.values()) if _is_real(y)]
         elif name in ROUNDS or (name == "_to_copy" and _loses_digits(x, kwargs)):
@@ -155,6 +164,19 @@ class Sizes:
         if is_equality:
             pairs = [pair for pair in pairs if not self.ids.issuperset(pair)]
         return self.threshold(pairs, is_whole)
+
+    def _largest_divisor(self, name: str, divisors: Tensor) -> int:
+        """Return the largest number of a tensor that divides, if it is larger than the
+        sizes of the batch; else 0.
+
+        Args:
+            name: of the operator.
+            divisors: on its right side.
+        """
+        numbers = divisors.detach().reshape(-1).tolist()
+        if name in SHIFTS:
+            numbers = [_power_of_two(number) for number in numbers]
+        return self.threshold([(number, 0) for number in numbers], True)
 
     def threshold(self, pairs: Iterable[tuple[float, float]], is_whole: bool) -> int:
         """Return how large a size must be for a comparison to turn, where that is larger
@@ -233,6 +255,11 @@ class Sizes:
         for end in ends:
             if isinstance(end, int) and abs(end) > args[0].shape[dim]:
                 self.add(abs(end), line())
+
+
+def _power_of_two(bits: float) -> float:
+    """Return the number by which a shift of so many bits divides."""
+    return 2.0 ** min(bits, LARGEST_SHIFT)
 
 
 def _pairs(x: Tensor, y: Any) -> Iterator[tuple[float, float]]:
@@ -332,6 +359,39 @@ def _division(name: str) -> Callable[..., Any]:
     return divide
 
 
+def _shift(self: Any, bits: Any) -> Any:
+    """Shift to the right, and note the power of two by which that divides."""
+    found = int.__rshift__(self, bits)
+    if found is not NotImplemented:
+        self.noted(_power_of_two(bits))
+        found = self.made(found)
+    return found
+
+
+def _unary(name: str) -> Callable[..., Any]:
+    """Return the method of this name without arguments, whose answer notes too."""
+
+    def compute(self: Any) -> Any:
+        return self.made(getattr(super(type(self), self), name)())
+
+    return compute
+
+
+def _rounding(name: str) -> Callable[..., Any]:
+    """Return the rounding of this name: of a quotient below 1, such as `T / 64`, it notes
+    how much larger the size must be for another answer.
+    """
+
+    def rounded(self: Any, *digits: Any) -> Any:
+        """Note the quotient, unless it is rounded to digits behind the point."""
+        if not digits and abs(float(self)) < 1:
+            number = self.sizes.threshold([(float(self), 1.0)], False)
+            self.sizes.add(number, self.line())
+        return getattr(super(type(self), self), name)(*digits)
+
+    return rounded
+
+
 def _arithmetic(name: str) -> Callable[..., Any]:
     """Return the arithmetic method of this name, whose answer notes its comparisons
     too.
@@ -349,17 +409,31 @@ def _arithmetic(name: str) -> Callable[..., Any]:
     return compute
 
 
+DIVISIONS = ("mod", "rmod", "floordiv", "rfloordiv", "divmod")
 METHODS = {
     **{
         f"__{x}__": _comparison(f"__{x}__")
         for x in ("lt", "le", "gt", "ge", "eq", "ne")
     },
-    **{f"__{x}__": _division(f"__{x}__") for x in ("mod", "floordiv")},
+    **{f"__{x}__": _division(f"__{x}__") for x in DIVISIONS},
+    **{f"__{x}__": _unary(f"__{x}__") for x in ("neg", "pos", "abs")},
     **{f"__{x}__": _arithmetic(f"__{x}__") for x in ("truediv", "rtruediv", "pow")},
     **{
         f"__{x}__": _arithmetic(f"__{x}__")
         for x in ("add", "radd", "sub", "rsub", "mul", "rmul")
     },
 }
-Count: Any = type("Count", (_Noted, int), METHODS | {"__hash__": int.__hash__})
-Measure: Any = type("Measure", (_Noted, float), METHODS | {"__hash__": float.__hash__})
+OF_COUNTS = {
+    "__hash__": int.__hash__,
+    "__rshift__": _shift,
+    **{f"__{x}__": _division(f"__{x}__") for x in ("and", "rand")},
+}
+OF_QUOTIENTS: dict[str, Any] = {
+    "__hash__": float.__hash__,
+    **{
+        f"__{x}__": _rounding(f"__{x}__")
+        for x in ("int", "trunc", "ceil", "floor", "round")
+    },
+}
+Count: Any = type("Count", (_Noted, int), METHODS | OF_COUNTS)
+Measure: Any = type("Measure", (_Noted, float), METHODS | OF_QUOTIENTS)
