@@ -46,6 +46,14 @@ def test_the_square_of_the_temperature_is_a_note():
     assert note.oracle == "settings" and "square of the temperature" in note.about
 
 
+def test_the_square_of_a_temperature_that_is_set_is_the_cause():
+    report = upref.check_distillation(
+        distill.forward_times_square, "forward_kl", temperature=2.0
+    )
+    (failure,) = report.failures
+    assert failure.fault_ids == ("loss-times-square-of-temperature",)
+
+
 def test_a_constant_in_the_value_is_a_note():
     report = upref.check_distillation(distill.forward_by_cross_entropy, "forward_kl")
     assert [n.oracle for n in report.notes if n.oracle == "value"] == ["value"]

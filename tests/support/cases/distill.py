@@ -48,6 +48,10 @@ def forward_times_square(student_logits, teacher_logits, mask, temperature):
     return _mean((p.exp() * (p - q)).sum(-1), mask) * temperature**2
 
 
+def forward_times_square_of_2(student_logits, teacher_logits, mask):
+    return forward_times_square(student_logits, teacher_logits, mask, 2.0)
+
+
 def forward_unreduced(student_logits, teacher_logits):
     q, p = _logs(student_logits, teacher_logits)
     return (p.exp() * (p - q)).sum(-1)
@@ -261,4 +265,9 @@ WRONG = [
     (squared, "sampled_reverse_kl", "k2-half-missing"),
     (sampled_k3, "sampled_reverse_kl", "other-divergence"),
     (halved, "reverse_kl", "numbers-scaled"),
+    (
+        forward_times_square_of_2,
+        "forward_kl",
+        "loss-times-square-of-temperature",
+    ),
 ]

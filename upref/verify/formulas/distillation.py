@@ -364,6 +364,12 @@ def _faults_of_divergence(d: Distillation) -> Iterator[WrongLoss]:
         "loss-times-temperature",
         lambda x, s: right(x, s) * s["temperature"],
     )
+    yield WrongLoss(
+        "the loss is multiplied by the square of the temperature, as in Hinton et al. 2015; the formula here has "
+        "no such factor",
+        "loss-times-square-of-temperature",
+        lambda x, s: right(x, s) * s["temperature"] ** 2,
+    )
     for bound in CLAMPS:
         yield WrongLoss(
             f"logits are clamped to ±{bound:g}: beyond it the gradient is gone",
