@@ -20,6 +20,7 @@ from tests.support.daily import daily
 from upref import ops
 from upref.ops import sg
 from upref.verify.faults.losses import shape_of
+from upref.verify.oracles.state import _describe_turn
 from upref.verify.pattern import MeasuredWeights, pattern
 from upref.verify.report import NOTHING_FITS, UNKNOWN
 
@@ -291,6 +292,91 @@ def test_a_moving_average_is_not_dated_by_a_call_of_the_check():
     (failure,) = upref.check(dapo(change), "dapo").failures
     assert "asked twice in a row with this batch" in failure.cause
     assert not re.search(r"calls? \d", failure.cause), failure.cause
+
+
+class AverageForLogger:
+    """DAPO's gradient, with the moving average of its values as the value."""
+
+    def __init__(self):
+        self.average = None
+
+    def __call__(self, log_prob, old_log_prob, advantages, mask):
+        value = right(log_prob, old_log_prob, advantages, mask)
+        now = value.detach()
+        self.average = now if self.average is None else 0.9 * self.average + 0.1 * now
+        return value + (self.average - now)
+
+
+right = dapo(J)
+
+
+def with_noise(log_prob, old_log_prob, advantages, mask):
+    return right(log_prob, old_log_prob, advantages, mask) + torch.rand(())
+
+
+def in_random_order(dtype):
+    """Return DAPO's loss in this dtype, of rows in a random order: no gradient depends
+    on it, and the value does within rounding.
+    """
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        order = torch.randperm(len(mask))
+        lp, old, A = (x[order].to(dtype) for x in (log_prob, old_log_prob, advantages))
+        return right(lp, old, A, mask[order])
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    "loss", [AverageForLogger(), with_noise], ids=["mean", "noise"]
+)
+def test_a_value_that_changes_without_its_gradient_is_a_note(loss):
+    report = upref.check(loss, "dapo")
+    assert report, str(report)
+    (note,) = [n for n in report.notes if n.oracle == "determinism"]
+    assert "the value differs, the gradient does not" in note.regime
+    assert note.expected.value != note.found.value
+    assert not {n.oracle for n in report.notes} & {"value", "padding", "masked-values"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_value_that_changes_within_rounding_is_no_finding(dtype):
+    for seed in range(3):
+        torch.manual_seed(seed)
+        report = upref.check(in_random_order(dtype), "dapo", skip=("unusual-inputs",))
+        assert report, str(report)
+        assert not {"determinism", "masked-values"} & {
+            f.oracle for f in report.findings
+        }
+
+
+def test_a_value_that_changes_hides_no_gradient_that_does():
+    """The one is random, the other one keeps state."""
+    calls = [0]
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        calls[0] += 1
+        factor = 1.5 if calls[0] > 77 else 1
+        return factor * with_noise(log_prob, old_log_prob, advantages, mask)
+
+    (failure,) = upref.check(loss, "dapo").failures
+    assert "changes at call 78," in failure.cause
+
+
+def test_a_value_that_changes_hides_no_masked_slot():
+    average = AverageForLogger()
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        leak = 0.1 * (log_prob * ~mask).mean()
+        return average(log_prob, old_log_prob, advantages, mask) + leak
+
+    report = upref.check(loss, "dapo")
+    assert {"padding", "masked-values"} <= {f.oracle for f in report.failures}
+
+
+def test_no_call_is_named_where_all_calls_had_another_gradient():
+    assert _describe_turn([(3, True), (9, True)]) == "after call 9"
+    assert _describe_turn([(3, True), (9, False)]) == "at one of the calls 4 to 9"
 
 
 SKIPS = {

@@ -8,6 +8,7 @@ be compared regime by regime.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -63,6 +64,7 @@ ON_BOUND = 1e-11  # relative: a ratio so near to a bound is on it
 # may lie beside theirs, relative
 BESIDE_TIE = 1e-9
 SLACK_OF_TIE = 1e-6
+VALUE_ROUNDING = 1e-6  # of the value of a loss, relative to max(1, |value|)
 FLOAT32_ROUNDING = 2e-7  # of a log-probability in float32, relative
 # of the on-policy batch: more tokens than a least divisor, and longer responses
 MORE_ROWS = (1, 3, 5, 6) * 8
@@ -115,6 +117,9 @@ class LossCase:
     covered: list[str] = field(default_factory=list)
     # calls that wrote or printed
     noted_calls: list[LossOutcome] = field(default_factory=list, repr=False)
+    # by how much the value of one batch changes from call to call, relative to
+    # max(1, |value|): 0 where it never does, infinity where the loss keeps a state
+    value_tol: float = 0.0
     # coefficient of an entropy bonus that the user declares: loss = -J - c H
     entropy_coef: float = 0.0
     # what is made once for a case and its copies, by what it depends on
@@ -155,6 +160,32 @@ class LossCase:
             ("answer", id(batch)), lambda: (batch, self.value_and_gradient(batch))
         )
         return answer
+
+    def is_same_value(self, x: Tensor, y: Tensor) -> bool:
+        """Return whether two values of the loss differ by no more than those of one batch
+        do. NaN is no value.
+
+        Args:
+            x: a value.
+            y: the one that it is compared with.
+        """
+        return bool((x - y).abs() <= self.value_tol * y.abs().clamp(min=1))
+
+    def allow_values(self, values: Sequence[Tensor]) -> None:
+        """Set `value_tol` so that values of one batch, of several calls, count as the
+        same.
+
+        Args:
+            values: of the calls.
+        """
+        for value in values:
+            both_nan = value.isnan() and values[0].isnan()
+            if both_nan or self.is_same_value(value, values[0]):
+                continue
+            self.value_tol = max(VALUE_ROUNDING, self.tol)
+            if not self.is_same_value(value, values[0]):
+                self.value_tol = math.inf
+                return
 
     def gradient(self, batch: Rollouts, ranks: int = 1, **overrides: Any) -> Tensor:
         """Measure the gradient of the user's loss.

@@ -19,7 +19,7 @@ from upref.verify.faults import measured
 from upref.verify.faults.batch_reading import LARGE, clipped, left_out
 from upref.verify.faults.denominators import BY_TOKENS
 from upref.verify.finding import NO_CAUSE, Cause, Number
-from upref.verify.measure import LossCase
+from upref.verify.measure import VALUE_ROUNDING, LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import gradient_distance
 from upref.verify.oracles.unusual import beyond_range, groups, long_batches
@@ -79,7 +79,8 @@ def micro_batches(case: LossCase) -> list[Finding]:
         )
         if distances.max() > 0:
             return [_failure_of_micro_batches(case, batch, n)]
-        if (summed_value - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
+        value_tol = max(VALUE_ROUNDING, case.value_tol)
+        if (summed_value - value).abs() > value_tol * value.abs().clamp(min=1e-3):
             return [
                 note(
                     "micro-batches",

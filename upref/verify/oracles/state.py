@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle of state: whether a loss gives one answer for one batch, and at which call
+"""The oracle of state: whether a loss gives one gradient for one batch, and at which call
 that changed.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -18,13 +19,15 @@ from upref.user_code.counters import counters
 from upref.user_code.guard import stopped
 from upref.user_code.loss import Question
 from upref.user_code.shapes import probe
+from upref.verify.finding import number_pair
 from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
-from upref.verify.report import Finding, fail
+from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import make_example, shrink
 
 KEEPS_STATE = "it keeps state between calls, or reads a clock or a random generator"
 
+CALLS_ON_GRID = 4
 # calls on one small batch: a counter of a shorter period shows, whatever call it began at
 CALLS_ON_SMALL_BATCH = 32
 # calls of a check that failed which are repeated at its end: the first and the last ones
@@ -36,28 +39,31 @@ CALLS_ON_CHANGED_BATCH = 128
 
 @oracle("determinism", 0, needed=True)
 def determinism(case: LossCase) -> list[Finding]:
-    """Report a loss that has two values, or two gradients, for one batch.
+    """Report a loss that has two gradients, or two values, for one batch.
 
     The loss gets the grid four times, and then a small batch so often that a counter of
     a short period shows. `state` repeats the first batch at the end of the check.
 
     Args:
-        case: the loss and its objective.
+        case: the loss and its objective. Its `value_tol` is set where the value changes.
 
     Returns:
-        A failure that says whether it draws random numbers or keeps state, and since
-            when.
+        A failure where the gradient changes, which says whether the loss draws random
+        numbers or keeps state, and since when; a note where the value alone changes.
     """
     log = case.loss.log
-    batch = case.grid(thin=5)
+    grid = case.grid(thin=5)
+    batch = grid
     first_call = len(log)
-    if _is_constant(case, batch, 4):
-        grid = batch
+    of_grid = _answers(case, grid, CALLS_ON_GRID)
+    if _have_one_gradient(of_grid):
         batch = case.ready(probe())
         first_call = len(log)
-        if _is_constant(case, batch, CALLS_ON_SMALL_BATCH):
-            return _with_counter_ahead(case, grid)
-    is_random = _seed_decides(case, batch, _all_same)
+        of_small = _answers(case, batch, CALLS_ON_SMALL_BATCH)
+        if _have_one_gradient(of_small):
+            notes = _notes_of_values(case, (of_grid, of_small))
+            return notes + _with_counter_ahead(case, grid)
+    is_random = _seed_decides(case, batch)
     log_before_shrinking = list(log)
 
     def has_two_gradients(smaller: Rollouts) -> bool:
@@ -189,27 +195,62 @@ def _failure_of_counter(case: LossCase, batch: Rollouts, how: str) -> Finding:
     )
 
 
-def _is_constant(case: LossCase, batch: Rollouts, calls: int) -> bool:
-    """Return whether so many calls on this batch have one value and one gradient."""
-    answers = [case.value_and_gradient(batch) for _ in range(calls)]
-    return all(_all_same(answers[0], answer) for answer in answers)
+Answer = tuple[Tensor, Tensor]  # the value of the loss, and its gradient
+
+
+def _answers(case: LossCase, batch: Rollouts, calls: int) -> list[Answer]:
+    """Return the values and the gradients of so many calls on this batch."""
+    return [case.value_and_gradient(batch) for _ in range(calls)]
+
+
+def _have_one_gradient(answers: Sequence[Answer]) -> bool:
+    """Return whether all calls have the gradient of the first one."""
+    return all(_same(answers[0][1], gradient) for _, gradient in answers)
+
+
+def _notes_of_values(
+    case: LossCase, repeated: Sequence[Sequence[Answer]]
+) -> list[Finding]:
+    """Set `value_tol` of the case where repeated calls have one gradient and several
+    values, and return a note where rounding does not explain the values.
+
+    Args:
+        case: the loss and its objective.
+        repeated: the answers of the calls on each batch.
+    """
+    for answers in repeated:
+        values = [value for value, _ in answers]
+        case.allow_values(values)
+        if case.value_tol < math.inf:
+            continue
+        distances = (torch.stack(values) - values[0]).abs().nan_to_num(nan=math.inf)
+        furthest = values[int(distances.argmax())]
+        return [
+            note(
+                "determinism",
+                "the same batch again: the value differs, the gradient does not",
+                *number_pair("value", values[0].item(), furthest.item()),
+                "training uses only the gradient; a logger shows the value",
+            )
+        ]
+    return []
 
 
 # an order of two seeds that no counter has
 SEEDS = (0, 1, 1, 0, 1, 0, 0, 0, 1, 1)
 
 
-def _seed_decides(
-    case: LossCase, batch: Rollouts, same: Callable[[Any, Any], bool]
-) -> bool:
-    """Return whether two calls have the same answer exactly where they have the same
-    seed. Then the loss draws random numbers and keeps no state.
+def _seed_decides(case: LossCase, batch: Rollouts) -> bool:
+    """Return whether two calls have the same gradient exactly where they have the same
+    seed. Then the loss draws random numbers, and its gradient depends on no state.
     """
-    answers = [(seed, case.loss.ask("seeded", batch, seed)) for seed in SEEDS]
+    gradients = [
+        (seed, _gradient_of(case.loss.ask("seeded", batch, seed))) for seed in SEEDS
+    ]
     return all(
-        same(answer, other) == (seed == other_seed)
-        for seed, answer in answers
-        for other_seed, other in answers
+        _same(gradient, other) == (seed == other_seed)
+        for seed, gradient in gradients
+        for other_seed, other in gradients
     )
 
 
@@ -218,11 +259,6 @@ def _same(x: Tensor | None, y: Tensor | None) -> bool:
     if x is None or y is None:
         return x is y
     return torch.equal(x.nan_to_num(nan=12345.0), y.nan_to_num(nan=12345.0))
-
-
-def _all_same(x: Any, y: Any) -> bool:
-    """Return whether the tensors of two answers are the same, in pairs; NaN equals NaN."""
-    return all(map(_same, x, y))
 
 
 def _gradient_of(answer: Any) -> Tensor | None:
@@ -371,18 +407,19 @@ def _words_for_change(log: list[Any], number: int) -> str:
         in_other_state = not _same(_gradient_of(question.answer), gradient_now)
         if in_other_state or _shows_factor(gradient_now):
             known.append((call, in_other_state))
+    if not any(in_other_state for _, in_other_state in known):
+        return "its gradient on one batch has changed between two calls"
     return (
-        f"its gradient on one batch changes {_describe_turn(known, number + 1)}, counted "
+        f"its gradient on one batch changes {_describe_turn(known)}, counted "
         "from its first call in a process"
     )
 
 
-def _describe_turn(known: list[tuple[int, bool]], turn: int) -> str:
+def _describe_turn(known: list[tuple[int, bool]]) -> str:
     """Return the words for the call at which the state changed for good.
 
     Args:
-        known: calls, and whether each was made in another state.
-        turn: the call that is named where `known` does not show it.
+        known: calls, and whether each was made in another state, as one of them was.
 
     Returns:
         Such as "at call 7", "after call 7" or "at one of the calls 5 to 7".
@@ -396,8 +433,8 @@ def _describe_turn(known: list[tuple[int, bool]], turn: int) -> str:
         for (call_before, moved_before), (call, moved) in pairwise(known)
         if moved_before != moved
     ]
-    if not turns:
-        turns = [(turn, turn)]
+    if not turns:  # all of them were
+        return f"after call {max(in_other_state)}"
     first, last = turns[-1] if has_moved_often else turns[0]
     return _words_for_turn(first, last)
 
