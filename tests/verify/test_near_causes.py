@@ -180,3 +180,41 @@ def test_a_cap_without_a_band_is_no_band_on_another_ratio():
     report = check(partial(icepop, bounded=lambda lp, old, mu: 0 * lp), "icepop(dapo)")
     assert report.failures
     assert "sampler-bounds-on-other-ratio" not in report.failures[0].fault_ids
+
+
+def dapo_of(log_prob, old_log_prob, advantages, mask, *, keeps):
+    """Return DAPO's loss of the tokens whose ratios `keeps` keeps; the divisor counts
+    all.
+    """
+    lp, old, A = ready(mask, log_prob, old_log_prob, advantages)
+    r = (lp - old).exp()
+    kept = mask & keeps(r.detach(), mask)
+    return -torch.where(kept, pessimistic(r, A, 0.8, 1.28), 0).sum() / mask.sum()
+
+
+def test_a_cause_has_each_bound_that_was_found():
+    """A bound of |log r| at log 0.3 leaves out what is above 3.3, and not above 2.9: few
+    batches have a ratio between the two.
+    """
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        def keeps(r, _):
+            return (r >= 0.3) & (r <= 2.9)
+
+        return dapo_of(log_prob, old_log_prob, advantages, mask, keeps=keeps)
+
+    said = upref.check(loss, "dapo", skip=QUICK).failures[0].cause
+    assert "is below 0.3 or above 2.9 are rejected" in said
+
+
+def test_a_ratio_beside_the_batch_s_median_is_no_bound_of_a_token():
+    """A token alone is its own median."""
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        def keeps(r, mask):
+            return r <= 3 * r[mask].median()
+
+        return dapo_of(log_prob, old_log_prob, advantages, mask, keeps=keeps)
+
+    finding = upref.check(loss, "dapo", skip=QUICK).failures[0]
+    assert finding.cause_kind != "why" and "rejected" not in finding.cause

@@ -141,11 +141,15 @@ LOG_RATIOS = np.linspace(-4, 4, 80)  # at which a rejection is measured: none is
 LOG_OLD = -5.0  # log π_old of these tokens: log π_θ is below 0 too
 
 
+class DependsOnOthers(Exception):
+    """Other tokens of the batch decide whether a token loses its gradient."""
+
+
 def rejected_by_ratio(case: LossCase) -> Iterator[LossFault]:
     """Yield the faults that tokens are rejected by their ratio π_θ/π_old, and that the
     divisor counts them or does not. The bounds are measured. Nothing is yielded if no
-    token loses its gradient, if the loss refuses such tokens, or for an objective whose
-    ratio is not that of a token.
+    token loses its gradient, if a token loses it beside others and not alone, if the loss
+    refuses such tokens, or for an objective whose ratio is not that of a token.
 
     Args:
         case: the loss and its objective.
@@ -165,7 +169,9 @@ def rejected_by_ratio(case: LossCase) -> Iterator[LossFault]:
             Rollouts(old + log_r, old, A, ones.bool(), logp_ref=old, entropy=ones)
         )
         found = case.weights(batch)
-        return ((found == 0) & (case.expected(batch) != 0))[:, 0].numpy()
+        # NaN: a divisor that counts the kept tokens, and none is kept
+        has_none = (found == 0) | found.isnan()
+        return (has_none & (case.expected(batch) != 0))[:, 0].numpy()
 
     def is_lost_at(log_ratio: float) -> bool:
         """Return whether a token of this log-ratio has lost its gradient."""
@@ -180,6 +186,8 @@ def rejected_by_ratio(case: LossCase) -> Iterator[LossFault]:
         # a token with a ratio near 1 is never rejected
         if lost is None or lost == start:
             return 0.0 if step < 0 else math.inf
+        if not is_lost_at(LOG_RATIOS[lost]) or is_lost_at(LOG_RATIOS[lost - step]):
+            raise DependsOnOthers
         found = bisected(is_lost_at, LOG_RATIOS[lost - step], LOG_RATIOS[lost])
         return float(f"{math.exp(found):.6g}")
 
@@ -188,7 +196,7 @@ def rejected_by_ratio(case: LossCase) -> Iterator[LossFault]:
         half = len(LOG_RATIOS) // 2
         low = bound(half - 1, -1)
         high = bound(half, 1)
-    except InputError:  # it refuses such a batch
+    except (InputError, DependsOnOthers):  # InputError: it refuses such a batch
         return
     if low == 0 and high == math.inf:
         return
