@@ -530,6 +530,15 @@ def test_a_cause_fits_far_from_the_reference_or_says_that_it_does_not(term, caus
     assert report.failures[0].cause == cause, str(report)
 
 
+def test_nan_twice_is_no_state():
+    def k3_series(log_prob, ref_log_prob):
+        d = ref_log_prob - log_prob
+        return d * (torch.expm1(d) / d - 1)
+
+    names = [f.oracle for f in upref.check_kl(k3_series, "k3").failures]
+    assert "determinism" not in names and "value" in names
+
+
 def test_whose_gradient_it_is():
     """The table in upref/kl.py, by enumeration; and off policy none of the three has
     the gradient of a divergence.
