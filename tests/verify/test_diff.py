@@ -106,6 +106,21 @@ def test_a_planted_difference_is_found_in_its_quantity(loss, quantity, where):
     assert f"differ first in the {quantity}" in str(found)
 
 
+def with_bounded_advantages(log_prob, old_log_prob, advantages, mask):
+    return ppo(log_prob, old_log_prob, advantages.clamp(-5, 5), mask)
+
+
+def test_losses_that_differ_for_large_advantages_alone_differ():
+    found = upref.diff(ppo, with_bounded_advantages)
+    assert found.first is not None, found
+    assert found.first.name == "weight of a token"
+    assert found.first.where == "A = 40, r < 1.2; A = -40, r > 0.8"
+    assert found.first.a.startswith("40 at A = 40, r = 1;")
+    assert found.first.b.startswith("5 at A = 40, r = 1;")
+    assert found.example.batch == "random batch 0 with large advantages"
+    assert abs(found.example.A) > 5
+
+
 def test_a_divisor_that_counts_kept_tokens_alone_is_a_divisor():
     found = upref.diff(kept, dropped)
     assert found.first.name == "divisor", found
@@ -146,6 +161,7 @@ def test_a_loss_does_not_differ_from_itself(loss):
     assert found.a.endswith("(1)")
     assert "nothing differs between" in str(found)
     assert "not compared: long responses" in str(found)
+    assert "not compared: |A| above 40" in str(found)
 
 
 def test_the_numbers_of_the_clip_are_those_of_the_losses():

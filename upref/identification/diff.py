@@ -31,11 +31,14 @@ from upref.weights.batches import (
 from upref.weights.black_box import MANY_LOG_R
 
 ADVANTAGES = (1.0, -1.0, 0.5, -2.0)
+LARGEST_ADVANTAGE = 40.0  # the largest |A| that `check` has too
+LARGE_ADVANTAGES = (LARGEST_ADVANTAGE, -LARGEST_ADVANTAGE)
 PROBABILITIES = (0.02, 0.3, 0.9)  # π_old, where a weight depends on it
 NOT_COMPARED = (
     "not compared: long responses, many rows, other orders of rows, half precision; "
     "`upref check` has batches for these"
 )
+LARGER_NOT_COMPARED = f"not compared: |A| above {LARGEST_ADVANTAGE:g}"
 SAMPLER_NOT_COMPARED = (
     "not compared: what a framework's loss does with the log-probabilities of a sampler"
 )
@@ -111,7 +114,7 @@ class Difference(Result):
     quantities: tuple[Quantity, ...]
     example: Example | None
     compared: str
-    not_compared: tuple[str, ...] = (NOT_COMPARED,)
+    not_compared: tuple[str, ...] = (NOT_COMPARED, LARGER_NOT_COMPARED)
     closed_by: tuple[str, ...] = ()
     seconds: float = field(default=0.0, compare=False)
 
@@ -207,11 +210,12 @@ def compare_losses(a: Any, b: Any) -> Difference:
         example = _first_token(boxes, tol, by_weight=first == "weight of a token")
     reads_sampler = any("logp_sampler" in loss.reads for loss in losses)
     is_framework = any(loss.framework for loss in losses)
+    tokens = len(ADVANTAGES + LARGE_ADVANTAGES) * len(_ratios(boxes))
     compared = (
-        f"weights of {len(ADVANTAGES) * len(_ratios(boxes))} tokens by themselves, a batch on policy and "
-        f"{BATCHES} random ones, to {tol:.1g} of a weight"
+        f"weights of {tokens} tokens by themselves, a batch on policy, {BATCHES} random "
+        f"ones and one of |A| up to {LARGEST_ADVANTAGE:g}, to {tol:.1g} of a weight"
     )
-    not_compared: tuple[str, ...] = (NOT_COMPARED,)
+    not_compared: tuple[str, ...] = (NOT_COMPARED, LARGER_NOT_COMPARED)
     if reads_sampler and is_framework:
         not_compared += (SAMPLER_NOT_COMPARED,)
     return Difference(
@@ -335,7 +339,10 @@ def _token_weight(boxes: Sequence[BlackBox], tol: float) -> Quantity:
     for weights in differing:
         sign = "A > 0" if weights.A > 0 else "A < 0"
         for interval in _intervals(boxes, weights.r, weights.differs):
-            places.append(f"{sign}, {interval}")
+            place = f"{sign}, {interval}"
+            if weights.A in LARGE_ADVANTAGES and place not in places:
+                place = f"A = {weights.A:g}, {interval}"
+            places.append(place)
             met += interval.met
     where = "; ".join(dict.fromkeys(places))
     if met:
@@ -375,12 +382,12 @@ class _WeightsOfToken:
 def _weights_of_tokens(
     boxes: Sequence[BlackBox], tol: float
 ) -> Iterator[_WeightsOfToken]:
-    """Yield the weights of a token by itself, for each of ADVANTAGES, and for each of
-    PROBABILITIES where a loss reads π_old.
+    """Yield the weights of a token by itself, for each of ADVANTAGES and then of
+    LARGE_ADVANTAGES, and for each of PROBABILITIES where a loss reads π_old.
     """
     ratios = _ratios(boxes)
     reads_mu = any(box.reads_mu for box in boxes)
-    for A in ADVANTAGES:
+    for A in ADVANTAGES + LARGE_ADVANTAGES:
         for mu in PROBABILITIES if reads_mu else (None,):
             r = ratios if mu is None else ratios[ratios * mu < 1]
             x, y = (box.curve()(r, np.full_like(r, A), mu) for box in boxes)
@@ -702,10 +709,13 @@ def _end(jumps: np.ndarray, below: float, above: float) -> float:
 
 
 def _batches(boxes: Sequence[BlackBox]) -> Iterator[tuple[str, Rollouts]]:
-    """Yield batches that both losses take, each with its name: of two policies, and
-    where it matters also with a sampler's log-probabilities or a far reference.
+    """Yield batches that both losses take, each with its name: of two policies, one with
+    large advantages, and where it matters also with a sampler's log-probabilities or a
+    far reference.
     """
     yield from _batches_of_policies(boxes)
+    first_batch = _random_batches(boxes, BATCHES)[0]
+    yield "random batch 0 with large advantages", _with_large_advantages(first_batch)
     if _sampler_is_compared(boxes):
         for name, batch in _batches_of_policies(boxes):
             yield f"{name} of a sampler", _with_sampler(batch)
@@ -719,6 +729,14 @@ def _batches_of_policies(boxes: Sequence[BlackBox]) -> Iterator[tuple[str, Rollo
     yield "batch on policy", on_policy_batch()
     for i, batch in enumerate(_random_batches(boxes, BATCHES)):
         yield f"random batch {i}", batch
+
+
+def _with_large_advantages(batch: Rollouts) -> Rollouts:
+    """Return the batch with advantages times one factor, the largest of size
+    LARGEST_ADVANTAGE.
+    """
+    sizes = batch.adv.expand_as(batch.logp)[batch.mask].abs()
+    return batch.but(adv=batch.adv * (LARGEST_ADVANTAGE / sizes.max()))
 
 
 def _random_batches(boxes: Sequence[BlackBox], n: int) -> list[Rollouts]:
