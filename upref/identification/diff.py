@@ -339,10 +339,10 @@ def _token_weight(boxes: Sequence[BlackBox], tol: float) -> Quantity:
     for weights in differing:
         sign = "A > 0" if weights.A > 0 else "A < 0"
         for interval in _intervals(boxes, weights.r, weights.differs):
-            place = f"{sign}, {interval}"
-            if weights.A in LARGE_ADVANTAGES and place not in places:
-                place = f"A = {weights.A:g}, {interval}"
-            places.append(place)
+            tokens = f"{sign}, {interval}"
+            if weights.A in LARGE_ADVANTAGES and tokens not in places:
+                tokens = f"A = {weights.A:g}, {interval}"
+            places.append(tokens)
             met += interval.met
     where = "; ".join(dict.fromkeys(places))
     if met:
