@@ -214,6 +214,50 @@ def test_a_loss_with_the_wrong_sign_fails():
     assert "FAIL" in str(answer)
 
 
+CLAMPED = {
+    "rewards": lambda rewards, group: rewards.clamp(0, 1),
+    "rewards of both signs": lambda rewards, group: advantages.leave_one_out(
+        rewards.clamp(-1, 1), group
+    ),
+    "large advantages": lambda rewards, group: advantages.leave_one_out(
+        rewards, group
+    ).clamp(-8, 8),
+    "small rewards": lambda rewards, group: torch.where(
+        rewards.abs() < 0.25, 0, rewards
+    ),
+}
+
+
+@pytest.mark.parametrize("estimator", CLAMPED.values(), ids=CLAMPED)
+def test_a_clamp_of_graded_rewards_shows(estimator):
+    """Such an estimator maximizes the mean of rewards that are 0 or 1, and not of other
+    rewards.
+    """
+    answers = maximizes(estimator, kind="advantage").answers
+    assert [row.kind == "functions" for row in answers] == [True, True, False, False]
+
+
+def test_graded_rewards_have_both_signs_at_each_policy():
+    graded = _settings()[-1].rewards
+    assert (graded.min(1).values < -2).all() and (graded.max(1).values > 2).all()
+    assert graded.abs().max() > 9 and graded.abs().min() < 0.2
+
+
+@pytest.mark.parametrize("kind", ["advantage", "loss"])
+def test_tokens_of_a_response_with_different_advantages_are_refused(kind):
+    def first_token_only(token_level_rewards, response_mask, index):
+        R = (token_level_rewards * response_mask).sum(1)
+        A = torch.zeros_like(token_level_rewards)
+        A[:, 0] = R - R.mean()
+        return A
+
+    with pytest.raises(InputError, match="tokens of a response different advantages"):
+        if kind == "advantage":
+            maximizes(first_token_only, kind=kind)
+        else:
+            maximizes("rloo", advantages=first_token_only)
+
+
 def test_clamped_advantages_are_no_failure():
     def positive(rewards, group):
         return (rewards - rewards.mean()).clamp(min=0)
@@ -231,6 +275,60 @@ def test_a_loss_that_reads_the_order_gets_each_order():
     answer = maximizes(loss, group_size=2)
     assert answer.groups == 16
     assert answer.headline.endswith("maximizes the mean reward")
+
+
+def test_a_loss_of_pairs_of_rows_gets_each_order():
+    """The advantage of a row is half its reward minus half that of another response, so
+    its expected gradient is half that of the mean reward. The reverse of a batch has the
+    same gradient.
+    """
+
+    def by_pairs(batch):
+        """Return the slope of a policy gradient whose pairs of rows are centered."""
+        pairs = batch.adv.reshape(2, 2, -1)
+        A = (pairs - pairs.mean(1, keepdim=True)).reshape(batch.adv.shape)
+        return torch.where(batch.mask, A, 0) / len(A)
+
+    reward = advantages.get("reward")
+    for point in _settings()[-1].points():
+        ordered = expected.depends_on_order(by_pairs, point, reward, 4)
+        found = expected.of_loss(by_pairs, point, reward, 4, ordered=ordered).gradient
+        torch.testing.assert_close(found, gradient(MEAN_REWARD, point) / 2)
+
+
+BLOCKINGS = (  # of four rows, of six and of eight: the block of each row
+    *("0011", "0101", "0110", "0001", "0100"),
+    *("000111", "010101", "001122", "011110", "010000"),
+    *("00001111", "01010101", "00112233", "01233210", "00000001"),
+)
+
+
+@pytest.mark.parametrize("blocks", BLOCKINGS)
+def test_every_blocking_of_rows_is_found(blocks):
+    block = torch.tensor([int(c) for c in blocks])
+    same = (block[:, None] == block).double()
+
+    def token_gradient(batch):
+        """Return advantages from which the mean of their block is subtracted."""
+        return batch.adv - same @ batch.adv / same.sum(1, keepdim=True)
+
+    def centered_by_block(rewards, group):
+        return rewards - same @ rewards / same.sum(1)
+
+    size = len(blocks)
+    point = _settings()[0].points()[0]
+    reward = advantages.get("reward")
+    assert expected.depends_on_order(token_gradient, point, reward, size)
+    assert expected.is_order_read(centered_by_block, point.R, size)
+    mean = advantages.get("group_mean")
+    assert not expected.is_order_read(mean, point.R, size)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_orders_of_a_small_group_are_compared(size):
+    for group in expected.groups_of(4, size, ordered=False):
+        found = {tuple(group[i] for i in o) for o in expected.reorderings(group)}
+        assert len(found) == expected.orders(group) - 1
 
 
 # ---- an independent recomputation ----------------------------------------------------
@@ -392,6 +490,12 @@ def test_a_random_loss_is_refused():
 def test_rewards_that_an_estimator_refuses_are_left_out():
     answer = maximizes("signed", kind="advantage")
     assert answer
+    assert len(answer.answers) == 2
+    assert "graded" in answer.left_out[0]
+
+
+def test_a_loss_runs_with_the_rewards_that_its_estimator_takes():
+    answer = maximizes("w_reinforce", group_size=2)
     assert len(answer.answers) == 2
     assert "graded" in answer.left_out[0]
 

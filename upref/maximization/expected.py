@@ -22,6 +22,7 @@ Estimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 # what a training step hands to autograd: a batch -> dJ/dlp, [G, T]
 TokenGradient: TypeAlias = Callable[[Rollouts], Tensor]
 SAME = 1e-6  # of gradients that differ in the order of the responses alone
+ALL_ORDERS = 4  # the largest group of which all orders are compared
 USES = ("loss", "reward", "advantage")  # where a KL term may stand
 
 
@@ -96,27 +97,79 @@ def make_batch(
     )
 
 
-def depends_on_order(
-    token_gradient: TokenGradient, point: Point, estimator: Estimator, size: int
+def reorderings(group: tuple[int, ...]) -> Iterator[list[int]]:
+    """List orders of the responses of a group that make other batches of it.
+
+    Args:
+        group: the responses, by index.
+
+    Yields:
+        The positions of the responses in another order. A group of up to ALL_ORDERS
+        responses gets every order. A larger one gets each swap of two neighbors: every
+        order is made of such swaps.
+    """
+    size = len(group)
+    if size <= ALL_ORDERS:
+        positions = [list(order) for order in itertools.permutations(range(size))]
+    else:
+        positions = []
+        for i in range(size - 1):
+            swapped = list(range(size))
+            swapped[i], swapped[i + 1] = i + 1, i
+            positions.append(swapped)
+    seen = {group}
+    for order in positions:
+        reordered = tuple(group[i] for i in order)
+        if reordered not in seen:
+            seen.add(reordered)
+            yield order
+
+
+def _depends_on_order(
+    answer: Callable[[tuple[int, ...]], Tensor], number: int, size: int
 ) -> bool:
-    """Tell whether the gradient depends on the order of the responses of a batch: some
-    groups are compared with their reverse.
+    """Tell whether an answer depends on the order of a group: each group is compared
+    with its `reorderings`.
+
+    Args:
+        answer: a row or a number for each response of a group.
+        number: of responses to choose from.
+        size: of a group.
+    """
+    for group in groups_of(number, size, ordered=False):
+        listed = answer(group)
+        scale = float(listed.abs().max()) or 1.0
+        for order in reorderings(group):
+            reordered = answer(tuple(group[i] for i in order))
+            if float((reordered - listed[order]).abs().max()) > SAME * scale:
+                return True
+    return False
+
+
+def depends_on_order(
+    token_gradient: TokenGradient,
+    point: Point,
+    estimator: Estimator,
+    size: int,
+    *,
+    z_old: Tensor | None = None,
+) -> bool:
+    """Tell whether the gradient depends on the order of the responses of a batch.
 
     Args:
         token_gradient: of the loss.
         point: the policy.
         estimator: makes the advantages.
         size: of a group.
+        z_old: the logits of the policy that sampled; None: it is the one that trains.
     """
-    number = len(point.responses.tokens)
-    for start in range(number):
-        group = tuple((start + i) % number for i in range(size))
-        forwards = token_gradient(make_batch(point, group, estimator, point.z))
-        backwards = token_gradient(make_batch(point, group[::-1], estimator, point.z))
-        scale = float(forwards.abs().max()) or 1.0
-        if float((forwards - backwards.flip(0)).abs().max()) > SAME * scale:
-            return True
-    return False
+    logits = point.z if z_old is None else z_old
+
+    def of_group(group: tuple[int, ...]) -> Tensor:
+        """Return the gradient of a group by its log-probabilities, [G, T]."""
+        return token_gradient(make_batch(point, group, estimator, logits))
+
+    return _depends_on_order(of_group, len(point.responses.tokens), size)
 
 
 def of_loss(
@@ -187,8 +240,7 @@ def of_estimator(
 
 
 def is_order_read(estimator: Estimator, R: Tensor, size: int) -> bool:
-    """Tell whether advantages depend on the order of the responses: all groups are
-    compared with their rotations.
+    """Tell whether advantages depend on the order of the responses.
 
     Args:
         estimator: makes the advantages of a group.
@@ -196,15 +248,12 @@ def is_order_read(estimator: Estimator, R: Tensor, size: int) -> bool:
         size: of a group.
     """
     ids = torch.zeros(size, dtype=torch.int64)
-    for group in groups_of(len(R), size, ordered=False):
-        rewards = R[list(group)]
-        for shift in range(1, size):
-            forwards = estimator(rewards, ids)
-            shifted = estimator(rewards.roll(shift), ids).roll(-shift)
-            scale = float(forwards.abs().max()) or 1.0
-            if float((forwards - shifted).abs().max()) > SAME * scale:
-                return True
-    return False
+
+    def of_group(group: tuple[int, ...]) -> Tensor:
+        """Return the advantages of a group, [G]."""
+        return estimator(R[list(group)], ids)
+
+    return _depends_on_order(of_group, len(R), size)
 
 
 def of_kl(term: Term, point: Point, use: str) -> Expected:

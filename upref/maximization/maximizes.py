@@ -134,21 +134,57 @@ class Setting:
 
 
 def _settings() -> list[Setting]:
-    """Return four settings: rewards that are 0 or 1, then rewards between them, each
-    with responses of one length and of different lengths.
+    """Return four settings: rewards that are 0 or 1, then graded rewards, each with
+    responses of one length and of different lengths.
     """
     # which of the four responses are right, one to three at each policy
     right = torch.tensor(
         [[1, 0, 0, 1], [0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 1]],
         dtype=torch.float64,
     )
-    generator = torch.Generator().manual_seed(SEED + 1)
-    graded = torch.rand(right.shape, generator=generator, dtype=torch.float64)
+    # of both signs, small and large: a clamp of rewards or of advantages changes them
+    graded = torch.tensor(
+        [
+            [-7.3, 0.4, 2.9, 9.1],
+            [1.7, -0.6, -9.4, 5.2],
+            [0.8, 3.6, -2.2, -4.9],
+            [6.5, -8.3, 0.15, 1.3],
+        ],
+        dtype=torch.float64,
+    )
     return [
         Setting((rewards, responses.words), responses, numbers)
         for rewards, numbers in (("0 or 1", right), ("graded", graded))
         for responses in (ONE_LENGTH, DIFFERENT_LENGTHS)
     ]
+
+
+def _accepted_settings(
+    estimator: Estimator, group_size: int
+) -> tuple[list[Setting], tuple[str, ...]]:
+    """Return the settings whose rewards an estimator takes, and a sentence for each kind
+    of rewards that it refuses.
+
+    Raises:
+        InputError: it refuses all of them.
+    """
+    accepted = []
+    refused: dict[str, InputError] = {}
+    for setting in _settings():
+        R = setting.rewards[0][:group_size]
+        try:
+            estimator(R, torch.zeros(len(R), dtype=torch.int64))
+        except InputError as e:
+            refused[setting.words[0]] = e
+        else:
+            accepted.append(setting)
+    if not accepted:
+        raise next(iter(refused.values()))
+    sentences = tuple(
+        f"not run with rewards that are {rewards}: {e}"
+        for rewards, e in refused.items()
+    )
+    return accepted, sentences
 
 
 # ---- the verb ------------------------------------------------------------------------
@@ -201,8 +237,7 @@ def maximizes(
     start = time.perf_counter()
     with state_restored():
         question = READERS[kind](fn, advantages, group_size, hp)
-        kept, left_out = question.possible_settings()
-        answers = tuple(question.answer(setting) for setting in kept)
+        answers = tuple(question.answer(setting) for setting in question.settings)
     return Maximization(
         question.name,
         question.advantages,
@@ -211,7 +246,7 @@ def maximizes(
         question.group_size,
         question.groups,
         POLICIES,
-        left_out,
+        question.left_out,
         time.perf_counter() - start,
     )
 
@@ -231,9 +266,9 @@ class Question:
         functions: keys of those that it is compared with.
         field: the expected gradient at a policy.
         off_policy: the same one step after sampling, with the policy that sampled.
-        estimator: of the advantages; None without one.
         group_size: of a group, 0 without groups.
         groups: how many are listed.
+        left_out: a sentence for each kind of rewards that the estimator refuses.
     """
 
     name: str
@@ -245,36 +280,9 @@ class Question:
     functions: tuple[str, ...]
     field: Field
     off_policy: Callable[[Point, Tensor], Expected] | None = None
-    estimator: Estimator | None = None
     group_size: int = 0
     groups: int = 0
-
-    def possible_settings(self) -> tuple[list[Setting], tuple[str, ...]]:
-        """Return the settings whose rewards the estimator takes, and a sentence for each
-        kind of rewards that it refuses.
-
-        Raises:
-            InputError: it refuses all of them.
-        """
-        if self.estimator is None:
-            return list(self.settings), ()
-        kept = []
-        refused: dict[str, InputError] = {}
-        for setting in self.settings:
-            R = setting.rewards[0][: self.group_size]
-            try:
-                self.estimator(R, torch.zeros(len(R), dtype=torch.int64))
-            except InputError as e:
-                refused[setting.words[0]] = e
-            else:
-                kept.append(setting)
-        if not kept:
-            raise next(iter(refused.values()))
-        sentences = tuple(
-            f"not run with rewards that are {rewards}: {e}"
-            for rewards, e in refused.items()
-        )
-        return kept, sentences
+    left_out: tuple[str, ...] = ()
 
     def answer(self, setting: Setting) -> Answer:
         """Name the expected gradient in one setting. The first kind of Answer that fits
@@ -374,10 +382,14 @@ def _loss_question(
     if advantages is None:
         advantages = objective.adv if objective else "leave_one_out"
     name, estimator = _estimator(advantages)
-    settings = _settings()
-    _refuse_two_answers(loss, settings[-1].points()[0], estimator, group_size)
+    settings, left_out = _accepted_settings(estimator, group_size)
+    with_ties = settings[0].points()[0]
+    last = settings[-1].points()[0]
+    _refuse_two_answers(loss, last, estimator, group_size)
     ordered = expected.depends_on_order(
-        loss.gradient, settings[-1].points()[0], estimator, group_size
+        loss.gradient, with_ties, estimator, group_size
+    ) or expected.depends_on_order(
+        loss.gradient, last, estimator, group_size, z_old=last.z - STEP
     )
 
     def field(point: Point) -> Expected:
@@ -402,9 +414,9 @@ def _loss_question(
         tuple(FUNCTIONS),
         field,
         off_policy,
-        estimator,
         group_size,
         _number_of_groups(group_size, ordered),
+        left_out,
     )
 
 
@@ -443,8 +455,12 @@ def _estimator(given: Any) -> tuple[str, Estimator]:
 
     def estimator(rewards: Tensor, group: Tensor) -> Tensor:
         """Return the advantages of the user's function, [G], as a tensor."""
-        A = function.outcome(rewards.tolist(), group.tolist()).A
-        return torch.tensor(A, dtype=rewards.dtype)
+        outcome = function.outcome(rewards.tolist(), group.tolist())
+        if outcome.differs_within_response:
+            raise InputError(
+                f"{function.name} gives the tokens of a response different advantages: return one for each response."
+            )
+        return torch.tensor(outcome.A, dtype=rewards.dtype)
 
     return name_of(given), estimator
 
@@ -454,8 +470,11 @@ def _advantage_question(
 ) -> Question:
     """Make the Question of an advantage estimator; `advantages` and `hp` are not used."""
     name, estimator = _estimator(fn)
-    settings = _settings()
-    ordered = expected.is_order_read(estimator, settings[0].rewards[0], group_size)
+    settings, left_out = _accepted_settings(estimator, group_size)
+    ordered = any(
+        expected.is_order_read(estimator, setting.rewards[0], group_size)
+        for setting in (settings[0], settings[-1])
+    )
 
     def field(point: Point) -> Expected:
         """Return the expected gradient of the plain policy gradient with it."""
@@ -470,9 +489,9 @@ def _advantage_question(
         1,
         tuple(FUNCTIONS),
         field,
-        estimator=estimator,
         group_size=group_size,
         groups=_number_of_groups(group_size, ordered),
+        left_out=left_out,
     )
 
 
