@@ -110,4 +110,79 @@ def test_a_response_without_tokens_that_spoils_its_peers_is_noted():
 
 def test_one_reward_per_response_is_not_asked():
     report = upref.check_advantages(upref.advantages.group_norm, "group_norm")
-    assert report.oracles["token-rewards"].startswith("it takes no rewards of tokens")
+    assert report.oracles["token-rewards"] == "it takes no mask of tokens"
+
+
+# ---- each trained token has the advantage of its response ----------------------------
+def spread(over):
+    """Return verl's interface to GRPO, with the advantages A [N, 1] of responses as
+    over(A, mask [N, T]).
+    """
+    of_responses = estimator(lambda r, m: torch.where(m, r, 0).sum())
+
+    def compute(token_level_rewards, response_mask, index):
+        A, _ = of_responses(token_level_rewards, response_mask, index)
+        A = A.gather(1, response_mask.int().argmax(1, keepdim=True))
+        A = over(A, response_mask)
+        return A, A
+
+    return compute
+
+
+def first_token_only(A, mask):
+    return torch.where(mask & (mask.cumsum(1) == 1), A, 0)
+
+
+def decaying(A, mask):
+    return A * 0.5 ** (mask.cumsum(1) - 1) * mask
+
+
+def up_to_a_hole(A, mask):
+    """Give no advantage behind the first untrained slot."""
+    is_unbroken = torch.where(mask.cumsum(1) > 0, mask, True).cumprod(1).bool()
+    return torch.where(mask & is_unbroken, A, 0)
+
+
+def nan_behind_the_first(A, mask):
+    return torch.where(mask.cumsum(1) > 1, torch.nan, A)
+
+
+@pytest.mark.parametrize(
+    ("over", "oracle"),
+    [
+        (first_token_only, "values"),
+        (decaying, "values"),
+        (nan_behind_the_first, "values"),
+        (up_to_a_hole, "token-rewards"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_a_token_with_another_advantage_than_the_first_is_a_failure(over, oracle):
+    report = upref.check_advantages(spread(over), "group_norm")
+    assert report.failures[0].oracle == oracle
+    assert report.failures[0].fault_ids == ("advantages-of-tokens-differ",)
+
+
+def test_one_advantage_on_all_tokens_is_right():
+    assert upref.check_advantages(spread(lambda A, m: A * m), "group_norm")
+    assert upref.check_advantages(
+        spread(lambda A, m: torch.where(m, A, torch.nan)), "group_norm"
+    )
+
+
+def test_one_reward_per_response_is_tried_on_masks_with_holes():
+    def compute(rewards, response_mask, group):
+        A = upref.advantages.group_mean(rewards, group)
+        return up_to_a_hole(A[:, None], response_mask)
+
+    def refusing(rewards, response_mask, group):
+        if (response_mask.diff(dim=1) & response_mask[:, 1:]).any():
+            raise ValueError("a hole")
+        A = upref.advantages.group_mean(rewards, group)
+        return A[:, None] * response_mask
+
+    (failure,) = upref.check_advantages(compute, "group_mean").failures
+    assert failure.oracle == "token-rewards"
+    assert failure.fault_ids == ("advantages-of-tokens-differ",)
+    report = upref.check_advantages(refusing, "group_mean")
+    assert report and "tool's tokens) are refused" in str(report)

@@ -85,7 +85,6 @@ def check_advantages(
 
 def _assumptions_of_comparison(case: AdvantageCase) -> list[str]:
     """Return the assumptions under which the function was compared, as sentences."""
-    batch = case.batch(EVEN_GROUPS)
     denominator = case.denominator
     sentences = []
     is_divided_by_std = case.name in DIVIDED_BY_STD
@@ -95,10 +94,6 @@ def _assumptions_of_comparison(case: AdvantageCase) -> list[str]:
     )
     if tolerance_is_meant and case.function.tol > FLOAT64_TOL:
         sentences.append("it computes in float32: compared to 1e-4")
-    if case.function.outcome(batch.R, batch.group).differs_within_response:
-        sentences.append(
-            "its advantages differ between the tokens of a response: the first is compared"
-        )
     if case.denominator_is_known:
         over = "G - 1 (Bessel)" if denominator.ddof else "G (population)"
         smallest = denominator.smallest_std

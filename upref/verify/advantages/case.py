@@ -186,6 +186,10 @@ class AdvantageCase:
             with contextlib.suppress(InputError):  # the function refuses the batch
                 answers.append((b, self.expected(b), self.function(b)))
         batches, expected, found = zip(*answers, strict=True)
+        if any(
+            self.function.outcome(b.R, b.group).differs_within_response for b in batches
+        ):
+            return measured.ADVANTAGES_OF_TOKENS_DIFFER.cause()
         all_expected = [a for numbers in expected for a in numbers]
         all_found = [a for numbers in found for a in numbers]
         if any(not math.isfinite(a) for a in all_found):

@@ -35,6 +35,7 @@ KINDS = {
     "array": "numpy numbers",
     "list": "Python lists",
 }
+SAME_TOKENS = 1e-6  # of the advantages of one response's tokens, relative and absolute
 BELOW_FLOAT64 = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -47,8 +48,8 @@ class AdvantageOutcome:
         wrote: the roles of the inputs whose values it changed.
         printed: whether it printed.
         in_float32: whether it answered in float32 or in half precision.
-        differs_within_response: whether the advantages differ between the tokens of a
-            response. A has the first token's.
+        differs_within_response: whether the advantages differ between the trained tokens
+            of a response. A has the one that is furthest from the first token's.
     """
 
     A: list[float]
@@ -168,22 +169,56 @@ class Function(UserFunction):
     def on_tokens(
         self, rewards: Tensor, mask: Tensor, group: Sequence[int]
     ) -> list[float]:
-        """Call a function of tokens once.
+        """Call a function that takes a mask of tokens once.
 
         Args:
-            rewards: of each token, [N, T].
+            rewards: of each token, [N, T]. A function that takes one reward per response
+                gets their sum over trained tokens.
             mask: True on trained tokens, [N, T].
             group: the prompt id of each response.
 
         Returns:
-            The advantage of the first trained token of each response; 0 where there is
-            none.
+            The advantage of the trained tokens of each response; where they differ, the
+            one that is furthest from the first one's; 0 without a trained token.
 
         Raises:
             InputError: the function raises, or returns something else.
         """
-        inputs = self._inputs([0.0] * len(mask), group)
-        inputs |= {"rewards": rewards.clone(), "mask": mask.clone()}
+        A = self._advantages_of_tokens(rewards, mask, group)
+        return _furthest_from_first(A, mask)[0].tolist()
+
+    def differs_within_response(
+        self, rewards: Tensor, mask: Tensor, group: Sequence[int]
+    ) -> bool:
+        """Call a function as `on_tokens` does, and tell whether the advantages of the
+        trained tokens of a response differ.
+
+        Args:
+            rewards: as of `on_tokens`.
+            mask: as of `on_tokens`.
+            group: as of `on_tokens`.
+
+        Raises:
+            InputError: the function raises, or returns something else.
+        """
+        A = self._advantages_of_tokens(rewards, mask, group)
+        return bool(_furthest_from_first(A, mask)[1].any())
+
+    def _advantages_of_tokens(
+        self, rewards: Tensor, mask: Tensor, group: Sequence[int]
+    ) -> Tensor:
+        """Call a function as `on_tokens` does.
+
+        Returns:
+            The advantage of each token, [N, T], in float64.
+
+        Raises:
+            InputError: the function raises, or returns something else.
+        """
+        inputs = self._inputs(torch.where(mask, rewards, 0).sum(1).tolist(), group)
+        inputs["mask"] = mask.clone()
+        if self.takes_tokens:
+            inputs["rewards"] = rewards.clone()
         returned = self._called(inputs).returned
         A = torch.as_tensor(_advantages_in(returned)).detach().cpu().double()
         if A.shape == mask.shape[:1] or A.shape == (len(mask), 1):
@@ -192,9 +227,7 @@ class Function(UserFunction):
             raise InputError(
                 f"{self.name} returns shape {list(A.shape)} for a mask {list(mask.shape)}."
             )
-        first = mask.int().argmax(1, keepdim=True)
-        at_first = A.gather(1, first)[:, 0]
-        return torch.where(mask.any(1), at_first, 0).tolist()
+        return A
 
     def on_rows(
         self, R: Sequence[Any], group: Sequence[int], kept: Sequence[bool]
@@ -369,7 +402,7 @@ class Function(UserFunction):
 
         Returns:
             [N], and whether the tokens of a response have different advantages. Then
-            [N] holds the first token's.
+            [N] holds the one that is furthest from the first token's.
 
         Raises:
             InputError: it returned no real number for each response.
@@ -395,9 +428,8 @@ class Function(UserFunction):
                 raise InputError(
                     f"{self.name} returns shape {list(A.shape)} for {N} responses."
                 )
-            from_first = (A - A[:, :1]).abs().masked_fill(~mask, 0)
-            differs_within_response = bool((from_first > 1e-6).any())
-            A = A[:, 0]
+            A, differs = _furthest_from_first(A, mask)
+            differs_within_response = bool(differs.any())
         if A.numel() != N:
             raise InputError(
                 f"{self.name} returns shape {list(A.shape)} for {N} responses: return [N] or [N, T]."
@@ -466,6 +498,32 @@ def _advantages_in(returned: Any) -> Any:
     if isinstance(returned, dict) and "advantages" in returned:
         returned = returned["advantages"]
     return returned
+
+
+def _furthest_from_first(A: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the advantage of each response: that of its trained tokens. Where they
+    differ, it is the one that is furthest from the first one's.
+
+    Args:
+        A: of each token, [N, T].
+        mask: True on trained tokens, [N, T].
+
+    Returns:
+        [N], 0 for a response without a trained token; and whether the advantages of its
+        trained tokens differ, [N].
+    """
+    first_column = mask.int().argmax(1, keepdim=True)
+    numbers = A.double()
+    first = numbers.gather(1, first_column)
+    is_same = torch.isclose(numbers, first, SAME_TOKENS, SAME_TOKENS, equal_nan=True)
+    differs = mask & ~is_same
+    # NaN or infinite beside a finite number is furthest
+    gap = torch.where(differs, (numbers - first).abs().nan_to_num(torch.inf), 0)
+    furthest_column = gap.argmax(1, keepdim=True)
+    any_differs = differs.any(1, keepdim=True)
+    column = torch.where(any_differs, furthest_column, first_column)
+    of_response = A.gather(1, column)[:, 0]
+    return torch.where(mask.any(1), of_response, 0), any_differs[:, 0]
 
 
 def _find(name: str) -> Callable[..., Any]:

@@ -208,6 +208,7 @@ def _report(
         read_as=str(function.reading),
         remarks=(ROUNDED,) if is_rounded else (),
         unit=ADVANTAGE,
+        left_out=("masks with holes",) if "mask" in function.reads else (),
         of_rewards=of_rewards,
         seconds=found.seconds,
     )

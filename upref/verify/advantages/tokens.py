@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle of functions that take a reward for each token and a mask, and give each
-response one advantage: where in a response its reward lies, and how many there are.
+"""The oracle of functions that take a mask of tokens and give each response one
+advantage: on masks with holes, and for rewards of tokens also where in a response its
+reward lies, and how many there are.
 """
 
 import math
@@ -15,6 +16,7 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.verify.advantages.case import AdvantageCase
 from upref.verify.exact import RewardBatch, nearly_equal
+from upref.verify.faults import measured
 from upref.verify.finding import Cause, Example, number_pair
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail, note
@@ -135,8 +137,9 @@ def _at_last(values: Sequence[float]) -> Tensor:
     return rewards
 
 
+HOLES = "untrained tokens between trained ones (a tool's tokens)"
 ONE_REWARD = TokenRewards(
-    "untrained tokens between trained ones (a tool's tokens)",
+    HOLES,
     _at_last([1.0, 0.0, 1.0, 0.0, 1.0, 0.0]),
     _mask(ROWS),
     GROUP,
@@ -176,29 +179,38 @@ SEVERAL = _several()
 BATCHES = (ONE_REWARD, SEVERAL, _many())
 
 
-def no_tokens(case: AdvantageCase) -> str:
-    """Return why rewards of tokens are not tried; "" where they are."""
-    if not (case.function.takes_tokens and "mask" in case.function.reads):
-        return "it takes no rewards of tokens with a mask"
+def no_token_mask(case: AdvantageCase) -> str:
+    """Return why masks with holes are not tried; "" where they are."""
+    if "mask" not in case.function.reads:
+        return "it takes no mask of tokens"
     if case.function.groups_are_contiguous or case.wrong:
         return "the values are wrong already, or it takes no group ids"
     return ""
 
 
-@oracle("token-rewards", not_run=no_tokens)
+@oracle("token-rewards", not_run=no_token_mask)
 def token_rewards(case: AdvantageCase) -> Iterator[Finding]:
     """Compare on masks with holes and on several rewards in a response, up to the first
     batch that fails; if none does, say what becomes of a reward on an untrained token.
-    `signed`, which reads rewards of 0 and 1, is compared on the first batch alone.
+    `signed`, which reads rewards of 0 and 1, is compared on the first batch alone. A
+    function that takes one reward per response has nothing on untrained tokens, and may
+    refuse masks with holes, which is a note.
     """
+    takes_tokens = case.function.takes_tokens
     for batch in BATCHES:
         if batch is not ONE_REWARD and case.name == "signed":
             continue  # which reads rewards of 0 and 1 alone
-        finding = _compare(case, batch)
+        try:
+            finding = _compare(case, batch)
+        except InputError as e:
+            if takes_tokens:
+                raise
+            yield note("token-rewards", f"{HOLES} are refused", cause=str(e))
+            return
         if finding is not None:
             yield finding
             return
-    if case.name == "signed":
+    if case.name == "signed" or not takes_tokens:
         return
     untrained = list(_on_untrained(case))
     yield from untrained
@@ -223,21 +235,32 @@ def _compare(case: AdvantageCase, batch: TokenRewards) -> Finding | None:
     if nearly_equal(found, expected, tol):
         return None
     row = max(range(len(found)), key=lambda i: abs(found[i] - expected[i]))
+    rewards = batch.rewards
+    if not case.function.takes_tokens:
+        rewards = torch.where(batch.mask, rewards, 0).sum(1)
     inputs = {
-        "rewards": batch.rewards.tolist(),
+        "rewards": rewards.tolist(),
         "mask": batch.mask.tolist(),
         "group": list(batch.group),
     }
     example = Example(inputs, expected=list(expected), found=list(found))
     numbers = number_pair("A", expected[row], found[row])
-    about = f"{batch.words}: response {row}"
-    return fail("token-rewards", about, *numbers, example, _cause(case, tol))
+    words = batch.words if case.function.takes_tokens else HOLES
+    about = f"{words}: response {row}"
+    return fail("token-rewards", about, *numbers, example, _cause(case, batch, tol))
 
 
-def _cause(case: AdvantageCase, tol: float) -> Cause:
-    """Return the first of READERS that gives the advantages of all batches, as a cause; no
-    cause where none does. For `signed` only the batch with rewards of 0 and 1 decides.
+def _cause(case: AdvantageCase, failing: TokenRewards, tol: float) -> Cause:
+    """Return the cause that the advantages of a response differ on the batch that fails;
+    else the first of READERS that gives the advantages of all batches; no cause where
+    none does. For `signed` only the batch with rewards of 0 and 1 decides.
     """
+    if case.function.differs_within_response(
+        failing.rewards, failing.mask, failing.group
+    ):
+        return measured.ADVANTAGES_OF_TOKENS_DIFFER.cause()
+    if not case.function.takes_tokens:
+        return Cause()
     for words, fault_id, reader in READERS:
         batches = (ONE_REWARD,) if case.name == "signed" else BATCHES
         fits = []

@@ -258,6 +258,12 @@ STD_OF_EQUAL_REWARDS = MeasuredFault(
     "0/0: the std of a group of one, or of equal rewards, is 0 or NaN",
     ("advantages",),
 )
+ADVANTAGES_OF_TOKENS_DIFFER = MeasuredFault(
+    "advantages-of-tokens-differ",
+    "the trained tokens of a response have different advantages: each should have that "
+    "of the response",
+    ("advantages",),
+)
 ADVANTAGES_OF_TWO_REWARDS = MeasuredFault(
     "advantages-of-two-rewards", "{each}", ("advantages",)
 )
