@@ -264,12 +264,20 @@ class FormulaCase:
 
     def fault(self, problem: Problem) -> Fault[Formula] | None:
         """Return the first known fault that gives the numbers found on a batch and on all
-        problems.
+        problems, but for those on which the function has NaN: they tell no fault from
+        another. None where these are half of them.
 
         Args:
             problem: a batch on which the function differs.
         """
-        answers = self._answers(problem)
+        every = self._answers(problem)
+        answers = [
+            (one, found)
+            for one, found in every
+            if one is problem or not found.isnan().any()
+        ]
+        if len(answers) <= len(every) / 2:
+            return None
 
         def fits(fault: Fault[Formula]) -> bool:
             """Return whether a fault has the numbers of every batch."""
