@@ -579,6 +579,24 @@ def test_plugin(assert_advantages, assert_kl):
         assert_kl(kl.k3, "k2")
 
 
+def test_a_dictionary_by_elements_of_a_tensor_makes_no_estimator_without_prompts():
+    """Each element is an object of its own, so that no prompt has two responses."""
+
+    def leave_one_out(rewards, group):
+        of_prompt = {}
+        for reward, prompt in zip(rewards, group, strict=True):
+            of_prompt.setdefault(prompt, []).append(reward)
+        out = []
+        for reward, prompt in zip(rewards, group, strict=True):
+            others = len(of_prompt[prompt]) - 1
+            mean = (sum(of_prompt[prompt]) - reward) / others if others else 0
+            out.append(reward - mean)
+        return torch.stack(out)
+
+    assert not upref.check_advantages(leave_one_out, "reward")
+    assert upref.check_advantages(leave_one_out, "leave_one_out")
+
+
 @pytest.mark.parametrize("n", [2, 7, 32, 64, 100, 1024])
 def test_ids_that_collide_modulo_a_number(n):
     """A table of n places, as of a hash, mixes the groups of some prompts."""

@@ -18,6 +18,7 @@ from upref.verify.exact import (
     EVEN_GROUPS,
     GRADED_REWARDS,
     UNEVEN_GROUPS,
+    UNGROUPED,
     Denominator,
     RewardBatch,
     advantage,
@@ -371,7 +372,8 @@ def choose_inputs(
                     denominator = _measured_denominator(case)
                     has_denominator = denominator is not None
                     case = replace(case, denominator=denominator or unknown)
-                if has_denominator and case.differs(batch) is None:
+                is_right = has_denominator and case.differs(batch) is None
+                if is_right and not _takes_ids_for_objects(case, batch):
                     return _with_measured_tolerance(case)
             except InputError as e:
                 errors.append(e)
@@ -381,6 +383,25 @@ def choose_inputs(
     if first_accepted is None:
         raise errors[0]
     return first_accepted
+
+
+def _takes_ids_for_objects(case: AdvantageCase, batch: RewardBatch) -> bool:
+    """Return whether a function agrees with an estimator that reads no prompts only
+    because each id of a tensor is an object of its own. A dictionary by such ids has one
+    response for each prompt; by strings its numbers are others.
+
+    Args:
+        case: the function, which agrees on this batch.
+        batch: of several responses to a prompt.
+    """
+    function = case.function
+    if function.kind != "tensor" or case.name not in UNGROUPED:
+        return False
+    # beside strings too the rewards are a tensor
+    with_strings = replace(case, function=replace(function, kind="strings"))
+    with contextlib.suppress(InputError):
+        return with_strings.differs(batch) is not None
+    return False
 
 
 def _with_tolerance(case: AdvantageCase, tol: float) -> AdvantageCase:
