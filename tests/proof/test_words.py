@@ -81,3 +81,22 @@ def test_what_a_loss_leaves_to_its_caller_is_no_part_of_the_proof():
         report
     )
     assert "the aggregation, which its caller does" not in str(report)
+
+
+def _of_clamped_terms(logp, logp_old, adv, mask):
+    """Return DAPO's loss, whose terms are clamped: the bound is one of A r."""
+    return _terms(logp, logp_old, adv, mask).clamp(-50, 50).sum() / mask.sum()
+
+
+def _of_clamped_advantages(logp, logp_old, adv, mask):
+    """Return DAPO's loss, whose advantages are clamped."""
+    return _terms(logp, logp_old, adv.clamp(-50, 50), mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_whole"), [(_of_clamped_terms, False), (_of_clamped_advantages, True)]
+)
+def test_a_condition_of_several_variables_is_not_dropped_without_a_word(loss, is_whole):
+    proof = upref.prove(loss, "dapo", rows=1, columns=1)
+    assert proof.status == "differs" and proof.place
+    assert proof.place.endswith("at some tokens") != is_whole

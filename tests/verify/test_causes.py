@@ -742,6 +742,35 @@ def test_no_interval_of_the_ratio_is_named_where_other_tokens_decide():
     assert at_zero.decided_by == "others" and not at_zero.intervals
 
 
+def core(log_prob, old_log_prob, advantages, mask):
+    """Return the terms of DAPO, [B, T]."""
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    return torch.minimum(r * A, r.clamp(0.8, 1.28) * A)
+
+
+def without_sure_tokens(log_prob, old_log_prob, advantages, mask):
+    is_sure = log_prob.detach() > -0.105
+    terms = core(log_prob, old_log_prob, advantages, mask & ~is_sure)
+    return -terms.sum() / mask.sum()
+
+
+def clamped_terms(log_prob, old_log_prob, advantages, mask):
+    terms = core(log_prob, old_log_prob, advantages, mask)
+    return -terms.clamp(-50, 50).sum() / mask.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "number"), [(without_sure_tokens, "π_old"), (clamped_terms, "|A|")]
+)
+def test_no_interval_of_the_ratio_is_named_where_another_number_decides(loss, number):
+    report = upref.check(loss, "dapo", skip=(*SLOW, "every-value"))
+    finding, *_ = report.failures
+    for place in (finding.place, *finding.also):
+        assert place.decided_by == number and not place.intervals
+    assert f"at some tokens ({number} may tell which)" in str(report)
+
+
 # ---- words that claim no more than the batches tell apart ----------------------------
 def first_order(log_prob, old_log_prob, advantages, mask):
     """Return PPO's loss with 1 + log r in place of r."""

@@ -18,6 +18,7 @@ six others of the path. A difference counts only if the functions differ where t
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ ROUNDED = 2e-3  # the same where a part is in less than float64
 CHECKED = {"near": 2, "far": 2, "extreme": 2}  # points of a path beside the witness
 NEARBY = 3e-7  # relative: a constant in float32 is off by 6e-8
 RUN = 12  # of them, those at which both functions run
+WITHIN = 8  # points within the bounds of a counterexample
 BESIDE_OTHERS = 3  # points that show whether one token alone differs
 ORDINARY = 5  # points that show whether functions differ almost everywhere
 TINY_ADVANTAGE = 1e-3  # the solver likes small ones
@@ -76,6 +78,8 @@ class Counterexample:
         point: the numbers of the variables.
         bounds: what of the point makes the difference, as (variable, "<" or ">", number);
             empty where the functions differ almost everywhere.
+        bounds_decide: they differ at all points that were tried within the bounds of the
+            token that differs most; else these bounds are some of the conditions.
     """
 
     batch: Rollouts
@@ -83,6 +87,7 @@ class Counterexample:
     found: Tensor
     point: dict[str, float]
     bounds: tuple[tuple[str, str, float], ...] = ()
+    bounds_decide: bool = True
 
 
 class Differs(Exception):
@@ -553,7 +558,8 @@ class Search:
                     expected, found, plain
                 ):
                     bounds = ()
-                return Counterexample(batch, expected, found, plain, bounds)
+                decide = self._differs_within(bounds, expected, found, plain)
+                return Counterexample(batch, expected, found, plain, bounds, decide)
         return None
 
     def _differs_at_ordinary_points(self) -> bool:
@@ -580,9 +586,69 @@ class Search:
         """
         if not self.domain.pattern.is_free:
             return False
-        index = int((expected - found).abs().nan_to_num(math.inf).argmax())
-        _, columns = self.domain.pattern.shape
-        row, column = divmod(index % math.prod(self.domain.pattern.shape), columns)
+        own = self._of_worst_token(expected, found, point)
+        return all(
+            self._differs_at_worst_token(expected, found, own, 50 + seed)
+            for seed in range(BESIDE_OTHERS)
+        )
+
+    def _differs_within(
+        self,
+        bounds: tuple[tuple[str, str, float], ...],
+        expected: Tensor,
+        found: Tensor,
+        point: dict[str, float],
+    ) -> bool:
+        """Tell whether the token that differs most differs too where its variables have
+        other numbers within their bounds, and the variables without bounds any number.
+
+        Args:
+            bounds: of a counterexample.
+            expected, found: outputs at the point.
+            point: of the counterexample.
+        """
+        own = self._of_worst_token(expected, found, point)
+        ends_of: dict[str, list[float]] = {}
+        for name in own:
+            low = [bound for x, sign, bound in bounds if x == name and sign == ">"]
+            high = [bound for x, sign, bound in bounds if x == name and sign == "<"]
+            tightest = [max(low)] if low else []
+            tightest += [min(high)] if high else []
+            if tightest:
+                ends_of[name] = tightest
+        for seed in range(WITHIN):
+            chance = random.Random(seed)
+            moved = {}
+            for name, ends in ends_of.items():
+                # towards one of two bounds, or in both directions from the only one
+                farthest = 1.0 if len(ends) == 1 else 0.0
+                end = chance.choice(ends)
+                share = math.exp(chance.uniform(-2.0, farthest))
+                moved[name] = end + (point[name] - end) * share
+            other = self.domain.complete(self.domain.draw(80 + seed), moved)
+            if not self._holds([], other):
+                continue
+            if not self._differs_at_worst_token(expected, found, moved, 80 + seed):
+                return False
+        return True
+
+    def _worst_token(self, expected: Tensor, found: Tensor) -> int:
+        """Return the place of the token that differs most, in the flat outputs."""
+        return int((expected - found).abs().nan_to_num(math.inf).argmax())
+
+    def _of_worst_token(
+        self, expected: Tensor, found: Tensor, point: dict[str, float]
+    ) -> dict[str, float]:
+        """Return the variables of the token that differs most, and of its response, with
+        their numbers.
+
+        Args:
+            expected, found: outputs at the point.
+            point: a number for each variable.
+        """
+        rows, columns = self.domain.pattern.shape
+        index = self._worst_token(expected, found) % (rows * columns)
+        row, column = divmod(index, columns)
         # variables are named by a letter, a row and a column: r0_1, or A0 of a response
         own_places = (f"{row}", f"{row}_{column}")
         own = {}
@@ -590,15 +656,26 @@ class Search:
             letters = name.rstrip("0123456789_")
             if name.removeprefix(letters) in own_places:
                 own[name] = number
-        for seed in range(BESIDE_OTHERS):
-            moved = self.domain.complete(self.domain.draw(50 + seed), own)
-            batch, scale = self.domain.batch(moved), _scale(point)
-            right, answer = self.reference(batch, scale), self.function(batch, scale)
-            alone = right.clone()
-            alone.view(-1)[index] = answer.reshape(-1)[index]
-            if not self.differs(right, alone, batch):
-                return False
-        return True
+        return own
+
+    def _differs_at_worst_token(
+        self, expected: Tensor, found: Tensor, own: dict[str, float], seed: int
+    ) -> bool:
+        """Tell whether the functions differ at the token that differs most, where it has
+        these numbers and all other variables are drawn.
+
+        Args:
+            expected, found: outputs at a counterexample.
+            own: numbers of variables.
+            seed: of the draw.
+        """
+        index = self._worst_token(expected, found)
+        moved = self.domain.complete(self.domain.draw(seed), own) | {"scale": 1.0}
+        batch, scale = self.domain.batch(moved), _scale(moved)
+        right, answer = self.reference(batch, scale), self.function(batch, scale)
+        alone = right.clone()
+        alone.view(-1)[index] = answer.reshape(-1)[index]
+        return self.differs(right, alone, batch)
 
     def _candidates(self, path: Path, answer: Answer) -> Iterator[dict[str, float]]:
         """Yield the solver's point, if it has one, points near it, and points at random."""

@@ -92,15 +92,16 @@ class TokenPlace:
                 meant.
         decided_by: what may tell these tokens from right ones, where the ratio does
             not: the sampler's ratio "ρ"; "others", what else is in the batch, since
-            those tried are right in a batch of one token; or that they are "scattered"
-            among right ones.
+            those tried are right in a batch of one token; "|A|" or "π_old", since
+            tokens of the same ratios are right for one value of it; or that they are
+            "scattered" among right ones.
         numbers: of the token that is shown, by their symbols: A, r, s, ρ, log r.
         remark: what else tells this token apart.
     """
 
     sign: float | None = None
     intervals: tuple[Interval, ...] = ()
-    decided_by: Literal["", "ρ", "others", "scattered"] = ""
+    decided_by: Literal["", "ρ", "others", "|A|", "π_old", "scattered"] = ""
     numbers: Mapping[str, float] = field(default_factory=dict)
     remark: str = ""
 

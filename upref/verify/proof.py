@@ -734,11 +734,13 @@ def _report(
 
 RARE = -20.0  # log π_old of a token that may be the cause of a difference
 SMALL = 1e-3  # a probability that is easier to read as its logarithm
+AT_SOME_TOKENS = "at some tokens"
 SYMBOLS = {"r": "r", "A": "A", "k": "π_ref/π_θ", "rho": "ρ", "mu": "π_old", "H": "H"}
 
 
 def describe_bounds(counterexample: Counterexample) -> str:
-    """Return in words where the token lies that differs most: `A > 50, r < 1.28`.
+    """Return in words where the token lies that differs most: `A > 50, r < 1.28`; with
+    "at some tokens" where tokens within these bounds may be right.
 
     Args:
         counterexample: a batch and what of it makes the difference.
@@ -753,7 +755,10 @@ def describe_bounds(counterexample: Counterexample) -> str:
             nearer = max if sign == ">" else min
             key = (SYMBOLS[symbol], sign)
             tightest[key] = nearer(tightest.get(key, number), number)
-    return ", ".join(_bound(x, sign, n) for (x, sign), n in tightest.items())
+    words = [_bound(x, sign, n) for (x, sign), n in tightest.items()]
+    if words and not counterexample.bounds_decide:
+        words.append(AT_SOME_TOKENS)
+    return ", ".join(words)
 
 
 def _bound(symbol: str, sign: str, number: float) -> str:

@@ -4,9 +4,10 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from upref.errors import InputError
@@ -14,7 +15,8 @@ from upref.rollouts import Rollouts
 from upref.verify.finding import Interval, TokenPlace
 from upref.verify.measure import LossCase
 from upref.verify.shrink import cut
-from upref.weights.batches import single_token_responses
+from upref.weights.batches import MU, single_token_responses
+from upref.weights.black_box import single_token_batch
 
 
 @dataclass(frozen=True)
@@ -25,21 +27,31 @@ class Region:
         place: these tokens as data, without the one that is shown.
         sign: of their A: 1, -1 or 0.
         tokens: [B, T], those of the batch that lie in it.
+        ends: the bounds of the ratio that were found, in ascending order.
     """
 
     place: TokenPlace
     sign: float
     tokens: Tensor
+    ends: tuple[float, ...] = ()
 
-    @property
-    def ends(self) -> list[float]:
-        """The ratios between which it lies."""
-        bounds = [
-            bound
-            for interval in self.place.intervals
-            for bound in (interval.low, interval.high)
-        ]
-        return [bound for bound in bounds if bound is not None]
+    def contains(self, r: Tensor) -> Tensor:
+        """Tell which ratios lie in its intervals; all do where it has none.
+
+        Args:
+            r: ratios, of any shape.
+
+        Returns:
+            Bools of this shape.
+        """
+        if not self.place.intervals:
+            return torch.ones_like(r, dtype=torch.bool)
+        inside = torch.zeros_like(r, dtype=torch.bool)
+        for interval in self.place.intervals:
+            low = 0.0 if interval.low is None else interval.low * (1 - ROUNDING)
+            high = math.inf if interval.high is None else interval.high * (1 + ROUNDING)
+            inside |= (low <= r) & (r <= high)
+        return inside
 
 
 def regions(
@@ -58,7 +70,8 @@ def regions(
     One region without an interval is yielded where the ratio does not decide: "ρ" for an
     objective that corrects for its sampler; "others" where failing tokens are right
     alone; "scattered" where there are more than MOST_INTERVALS, or where one failing
-    ratio between right ones is right alone.
+    ratio between right ones is right alone; "|A|" or "π_old" where single tokens of the
+    failing ratios are right for some value of it.
 
     Args:
         case: the loss and its objective.
@@ -102,6 +115,9 @@ def regions(
     ):
         yield Region(TokenPlace(sign, decided_by="scattered"), sign, tokens_of_sign)
         return
+    parts: list[Region] = []
+    ends: list[float] = []
+    symbol: Literal["", "|A|", "π_old"] = ""
     for first, last in runs:
         lowest = groups[first].lowest
         highest = groups[last].highest
@@ -117,12 +133,60 @@ def regions(
         is_in_run = (r >= lowest * (1 - ROUNDING)) & (r <= highest * (1 + ROUNDING))
         tokens = tokens_of_sign & is_in_run
         interval = Interval(low_bound, high_bound, case.objective.ratio_symbol)
-        yield Region(TokenPlace(sign, (interval,)), sign, tokens)
+        of_run = tuple(end for end in (low_bound, high_bound) if end is not None)
+        ends += of_run
+        parts.append(Region(TokenPlace(sign, (interval,)), sign, tokens, of_run))
+        if not symbol and (tokens & ~failing).any():
+            symbol = _decided_by(case, sign, low_bound or lowest, high_bound or highest)
+    if symbol:
+        place = TokenPlace(sign, decided_by=symbol)
+        yield Region(place, sign, tokens_of_sign, tuple(ends))
+        return
+    yield from parts
 
 
 ROUNDING = 1e-12  # relative, of a ratio
 MOST_INTERVALS = 3  # of one sign of A that are named
 MOST_SINGLE_TOKENS = 8  # failing tokens that are measured by themselves
+
+
+SIZES_OF_A = (0.5, 1.0, 2.0)
+RATIOS_INSIDE = 5  # between two bounds
+LIKELIEST = 0.95  # π_θ of a single token
+
+
+def _decided_by(
+    case: LossCase, sign: float, low: float, high: float
+) -> Literal["", "|A|", "π_old"]:
+    """Return which number of a token decides whether its weight is wrong between two
+    ratios: "|A|" or "π_old" where single tokens of one value of it are right at two
+    neighboring ratios at which those of another value are wrong; else "".
+
+    Args:
+        case: the loss and its objective.
+        sign: of A.
+        low, high: ratios between which some tokens of the grid are wrong.
+    """
+    if case.objective.sampler is not None or case.objective.batch_coupled:
+        return ""  # their single tokens differ by more than these numbers
+    ratios = np.geomspace(low, high, RATIOS_INSIDE + 2)[1:-1]
+    A, mu, r = np.meshgrid(sign * np.array(SIZES_OF_A), MU, ratios, indexing="ij")
+    batch = case.ready(single_token_batch(A.ravel(), r.ravel(), mu.ravel()))
+    try:
+        errors = case.weight_error(batch)
+    except InputError:  # it refuses single tokens
+        return ""
+    is_wrong = (errors > case.tol).any(1).numpy().reshape(A.shape)
+    is_possible = mu * r < LIKELIEST
+    others: tuple[tuple[Literal["|A|", "π_old"], int], ...] = (("|A|", 1), ("π_old", 0))
+    for symbol, other in others:
+        # of one value of the number, at each ratio
+        any_wrong = (is_wrong & is_possible).any(other)
+        all_right = (~is_wrong | ~is_possible).all(other) & is_possible.any(other)
+        differ = all_right & any_wrong.any(0)
+        if (differ[:, 1:] & differ[:, :-1]).any():
+            return symbol
+    return ""
 
 
 def _is_wrong_at(case: LossCase, sign: float, ratio: float) -> bool:

@@ -13,6 +13,8 @@ SIGNS = {1.0: "A > 0", -1.0: "A < 0", 0.0: "A = 0"}
 DECIDED_BY = {
     "ρ": "at some tokens (ρ = π_old/μ may tell which)",
     "others": "at some tokens beside others (each one that was tried as the only token of a batch is right)",
+    "|A|": "at some tokens (|A| may tell which)",
+    "π_old": "at some tokens (π_old may tell which)",
     "scattered": "at some tokens; tokens of lower or higher ratio are right",
 }
 DIGITS = (6, 9, 12, 17)  # of two numbers: as few as tell them apart

@@ -475,12 +475,16 @@ def _smallest_of(
         prefer: how much each token should be the one that is shown, [B, T].
     """
     wrong_tokens = part.tokens & failing
-    shows: Callable[..., Tensor] = _wrong_at
+    wrong_at = _wrong_at
     # where none is visible, another aggregation than the objective's makes up for it
     visible = _visibly_wrong_at(case, batch, part.sign) & wrong_tokens
     if visible.any():
         wrong_tokens = visible
-        shows = _visibly_wrong_at
+        wrong_at = _visibly_wrong_at
+
+    def shows(case: LossCase, batch: Rollouts, sign: float) -> Tensor:
+        """Return the tokens of a smaller batch that are wrong and lie in the region."""
+        return wrong_at(case, batch, sign) & part.contains(case.ratio(batch))
 
     def smallest_with(
         shows: Callable[..., Tensor], wrong_tokens: Tensor
