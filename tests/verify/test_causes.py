@@ -20,8 +20,10 @@ from tests.support.daily import daily
 from upref import ops
 from upref.ops import sg
 from upref.verify.faults.losses import shape_of
+from upref.verify.finding import Interval, TokenPlace
 from upref.verify.oracles.state import _describe_turn
 from upref.verify.pattern import MeasuredWeights, pattern
+from upref.verify.regions import Region
 from upref.verify.report import NOTHING_FITS, UNKNOWN
 
 
@@ -769,6 +771,15 @@ def test_no_interval_of_the_ratio_is_named_where_another_number_decides(loss, nu
     for place in (finding.place, *finding.also):
         assert place.decided_by == number and not place.intervals
     assert f"at some tokens ({number} may tell which)" in str(report)
+
+
+def test_a_region_contains_the_ratios_of_its_intervals_and_all_without_one():
+    r = torch.tensor([0.5, 1.0, 1.2, 3.0], dtype=torch.float64)
+    bounded = TokenPlace(1.0, (Interval(None, 0.8), Interval(1.2, None)))
+    anywhere = TokenPlace(1.0, decided_by="|A|")
+    inside = Region(bounded, 1.0, r > 0).contains(r)
+    assert inside.tolist() == [True, False, True, True]
+    assert Region(anywhere, 1.0, r > 0).contains(r).all()
 
 
 # ---- words that claim no more than the batches tell apart ----------------------------

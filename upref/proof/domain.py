@@ -477,6 +477,33 @@ class Domain:
             trace.introduce(getattr(batch, name), ids)
 
 
+@dataclass(frozen=True)
+class TermDomain(Domain):
+    """The variables of two log-probabilities of which a KL term is a function."""
+
+    @property
+    def is_moderate(self) -> bool:
+        """Whether no number overflows that is made of these: none does where the
+        policies are equal, since no ratio is far from 1.
+        """
+        return self.pattern.on_policy
+
+    def describe(self, point: Mapping[str, float]) -> str:
+        """Return log π_ref - log π_θ and log π_θ of a point, in words.
+
+        Args:
+            point: a number for each variable.
+        """
+        batch = self.batch(point)
+        assert batch.logp_ref is not None
+        shown = {"log π_ref - log π_θ": batch.logp_ref - batch.logp}
+        shown["log π_θ"] = batch.logp
+        return "; ".join(
+            f"{name} = {', '.join(f'{n:.9g}' for n in x[batch.mask].tolist())}"
+            for name, x in shown.items()
+        )
+
+
 def _move_far(
     point: dict[str, float],
     chance: random.Random,

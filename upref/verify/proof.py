@@ -25,6 +25,7 @@ from upref.proof.domain import (
     MOST_LOG_RATIO,
     MOST_MEAN_LOG_RATIO,
     Pattern,
+    TermDomain,
 )
 from upref.proof.paths import Counterexample, Limits, Outputs
 from upref.proof.solver import require_z3
@@ -860,6 +861,7 @@ def _prove_terms(
         reads={"logp_ref"},
         seconds=seconds,
         differs=is_different_anywhere,
+        domain_of=TermDomain,
     )
     proof = _report(term.name, str(term.reading), name, found, ())
     proof = replace(proof, unit=VALUE_OF_TERM)
