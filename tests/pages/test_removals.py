@@ -19,6 +19,7 @@ KNOWN = {
     "docs/lm.py": "the recorded run of the repository, which git keeps",
     "docs/site/__main__.py": "own_folder",
     "repro/fork.py": "a socket of its own, and folders of dead processes by their name",
+    "repro/mini/experiment/suite.py": "checkpoints of an experiment's finished runs",
     "repro/mini/files.py": "drafts, and what stands where a draft is to go",
     "repro/mini/train/checkpoint.py": "require_no_run",
     "repro/with_verl/data/prepare.py": "a folder of tempfile",
