@@ -50,7 +50,8 @@ def text() -> str:
         parts += [
             f"UP-DAPO minus each control, {GROUPS[group]}, in points, with a margin of {margin:g}:",
             _differences(effects[family]),
-            f"What each trains to, {GROUPS[group]}, in points (plain 95 % intervals over {len(_seeds())} seeds):",
+            f"What each trains to, {GROUPS[group]}, in points (plain 95 % intervals over "
+            f"{len(_seeds())} seeds):",
             _levels(group),
         ]
     return "\n\n".join(parts)

@@ -33,7 +33,6 @@ from upref.verify.faults import first_fitting, hyperparameter_id, known
 from upref.verify.faults.batch_reading import floored, left_out, reweighted
 from upref.verify.faults.corrections import corrected, misread_bands, retuned
 from upref.verify.faults.denominators import (
-    LOG_OLD,
     OF_LENGTHS,
     WHERE_LENGTHS_EQUAL,
     batches_of_equal_lengths,
@@ -75,6 +74,7 @@ from upref.weights.batches import (
     OFF_EDGES,
     SINGLE_EDGES,
     random_batch,
+    single_token_responses,
 )
 from upref.weights.black_box import relative_error
 
@@ -82,7 +82,6 @@ SEARCH_SECONDS = 6.0  # of CPU time, for the cause of one difference
 # the same where the search begins again with one advantage for each response
 MORE_SECONDS = 3.0
 BESIDE = 0.01  # relative distance to a ratio at which the loss changes
-LARGEST_MEASURED = 30.0  # of these ratios: log π_θ stays below 0
 MOST_KL_TERMS = 3  # that are tried beside a fault of the rest
 FEW = 24  # responses of the batch that each fault is compared on first
 LEAST_ANSWERS = 3  # other batches on which a cause must hold
@@ -261,34 +260,21 @@ def _beside_bounds_of(case: LossCase, changed: dict[str, Any]) -> Rollouts:
 
 
 def _beside_measured_bounds(case: LossCase, bounds: list[float]) -> list[Rollouts]:
-    """Return a batch of single tokens a little below and above each ratio at which the
-    loss was seen to change, with both signs of A. A cause with another bound does not
-    fit it.
+    """Return single tokens a little below and above each ratio at which the loss was seen
+    to change: a cause with another bound does not fit them.
 
     Args:
         case: the loss and its objective.
         bounds: these ratios.
 
     Returns:
-        One batch; none where there is no such ratio.
+        A batch for each sign of A; none where there is no such ratio.
     """
-    ratios = [
-        bound * (1 + step)
-        for bound in bounds
-        if 0 < bound < LARGEST_MEASURED
-        for step in (-BESIDE, BESIDE)
-    ]
-    if not ratios:
+    changes = np.array([bound for bound in bounds if bound > 0])
+    if not changes.size:
         return []
-    log_r = torch.tensor(ratios, dtype=torch.float64).log().repeat(2)[:, None]
-    A = torch.ones_like(log_r)
-    A[len(ratios) :] = -1
-    old = torch.full_like(log_r, LOG_OLD)
-    ones = torch.ones_like(log_r)
-    batch = Rollouts(
-        old + log_r, old, A, ones.bool(), logp_ref=old.clone(), entropy=ones
-    )
-    return [case.ready(batch)]
+    ratios = np.concatenate([changes * (1 - BESIDE), changes * (1 + BESIDE)])
+    return [case.ready(single_token_responses(sign, ratios)) for sign in (1.0, -1.0)]
 
 
 GRADIENT_TWICE = "its gradient is there twice: its own .backward() leaves it, and the loss that it returns has it again"
