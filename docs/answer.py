@@ -9,7 +9,7 @@ s0, s4 and s16 are the groups of 0, 4 and 16 rollouts of staleness.
 
 import re
 
-from docs import controls, second_controls, stale, without_lag
+from docs import controls, language_model, second_controls, stale, without_lag
 from repro.mini.experiment.effects import Effect
 from repro.mini.experiment.words import shown
 from upref.markdown import table
@@ -37,16 +37,16 @@ def text() -> str:
     at_16 = without_lag.row_of(16, 3e-4)
     at_16_later = second_controls.on_fresh_data()
     words = (
-        "**On stale data UP beats DAPO at Best@32 (right at least once in 32), not "
-        "on average. Dropping DAPO's upper clip gives about half of that.** Tiny "
-        f"transformers, number puzzles, {len(stale.seeds())} [seeds](docs/glossary.md#results), "
-        f"[preregistered]({RESULTS}/report.md); no language model. "
+        "**In tiny transformers, on stale data, UP beats DAPO at Best@32 (right at least "
+        "once in 32), not on average. Dropping DAPO's upper clip gives about half of that. "
+        f"{language_model.undecided()}** Number puzzles, {len(stale.seeds())} "
+        f"[seeds](docs/glossary.md#results), [preregistered]({RESULTS}/report.md). "
         "16 [rollouts](docs/glossary.md#a-token-and-its-gradient) stale, "
         "[top-p 0.7](docs/findings.md#the-words): Best@32 "
         f"{shown(gain)} points, average {shown(average)}. Fresh data, Best@32: no gain "
-        f"shown at 8 updates a rollout. At 16: {at_16.registered} at rate 3e-4 in [one "
-        f"experiment](docs/findings.md#without-a-lag), {shown(at_16_later)} at 1e-4 "
-        f"in [another]({second_controls.PAGE}). "
+        f"shown at 8 updates a rollout; at 16, {at_16.registered} at "
+        f"[rate 3e-4](docs/findings.md#without-a-lag), {shown(at_16_later)} at "
+        f"[1e-4]({second_controls.PAGE}). "
         f"{controls.at_equal_average(second_controls.at_one_rate())} "
         "[Evidence](docs/findings.md)."
     )

@@ -77,7 +77,7 @@ def at_equal_average(at_one_rate: str) -> str:
     assert _rate("dapo_no_upper_clip") == 5.5e-5 and _rate("up_dapo") == 1e-4
     return (
         "Stale, at [equal average](repro/mini/controls/README.md) (of T = 1), UP's "
-        f"Best@32 minus DAPO's is {dapo}; minus that of DAPO without upper clip, "
+        f"Best@32 minus DAPO's: {dapo}; minus that without upper clip, "
         f"{without_clip} at half UP's rate, {at_one_rate}."
     )
 

@@ -8,7 +8,9 @@ finished.
 """
 
 from functools import cache
+from pathlib import Path
 
+from docs import stale as tiny_transformers
 from docs.controls import ANSWERS, effect_of, with_word
 from repro.mini.experiment import effects as engine, plan, records
 from repro.mini.experiment.answer import answer
@@ -30,6 +32,7 @@ NUMBERS = {
     "best/top_p_0.7": "Best@32, top-p 0.7",
 }
 GROUPS = {"s4": "4 rollouts stale", "s0": "fresh data"}
+POWER = Path(plan.__file__).parents[1] / "language_model" / "power.md"
 FAMILIES = {"s4": "stale", "s0": "fresh"}  # the family of each group
 
 
@@ -43,6 +46,7 @@ def text() -> str:
         parts[0] += " No effect is known before the last of its six seeds is finished."
     else:
         parts[0] += f" The registered answer: **{ANSWERS[verdict]}**."
+        parts += [_spread(effects["stale"]), _entropy(effects["entropy"])]
     for group, family in FAMILIES.items():
         if any(e.word == "not finished" for e in effects[family]):
             continue
@@ -55,6 +59,60 @@ def text() -> str:
             _levels(group),
         ]
     return "\n\n".join(parts)
+
+
+def undecided() -> str:
+    """Return README's sentence on the primary family, which leaves it open."""
+    registered, effects, _ = _load()
+    every = [e for of_family in effects.values() for e in of_family]
+    assert answer(registered, every) == "undecided"
+    average = effect_of(effects["stale"], "dapo", "avg/t_1")
+    assert average.word == "undecided" and len(_seeds()) == 6
+    return (
+        "One language model, six seeds: "
+        f"[undecided](docs/findings.md#a-language-model), average {shown(average)}."
+    )
+
+
+def _spread(of_family: list[Effect]) -> str:
+    """Return a sentence that compares the width of the intervals with the planned one."""
+    average = effect_of(of_family, "dapo", "avg/t_1")
+    assert average.word == "undecided"
+    half = (average.high - average.low) / 2
+    planned = planned_half_interval("stale", "avg/t_1")
+    assert half > 5 * planned
+    return (
+        "Every effect is undecided, because the runs of this model differ far more from "
+        "seed to seed than those of the tiny transformers by which the plan was made. "
+        f"Half of the interval of Avg@32 at T = 1, UP-DAPO minus DAPO, is {half:.1f} "
+        f"points. The [plan](../repro/mini/language_model/power.md) counted on "
+        f"{planned:.1f}. No seed may be added: the rule was registered with six."
+    )
+
+
+def planned_half_interval(family: str, number: str) -> float:
+    """Return half of the interval that power.md expects at the final look."""
+    rows = [
+        [cell.strip() for cell in line.strip("| \n").split("|")]
+        for line in POWER.read_text().splitlines()
+        if line.startswith("|")
+    ]
+    column = rows[0].index("half an interval")
+    return float([row for row in rows if row[:2] == [family, number]][-1][column])
+
+
+def _entropy(of_family: list[Effect]) -> str:
+    """Return a sentence on the entropy in training, of the registered third family."""
+    stale = {e.question.other: e for e in of_family if e.question.group == "s4"}
+    tiny = tiny_transformers.between("entropy", "up_dapo", "s4", "dapo", "s4")
+    assert stale["dapo"].high < 0 and stale["dapo_bonus"].high < 0 < tiny.low
+    return (
+        "UP-DAPO has less entropy in training than DAPO, "
+        f"{shown(stale['dapo'])} nats, and than DAPO with the bonus, "
+        f"{shown(stale['dapo_bonus'])} (registered, a secondary family). "
+        f"The tiny transformers have it the other way round: {shown(tiny)} nats "
+        "at 4 rollouts (not registered)."
+    )
 
 
 def _differences(of_family: list[Effect]) -> str:
