@@ -421,6 +421,18 @@ def _measure_on(case: LossCase, batches: list[Rollouts]) -> ConfirmationBatches:
     return ConfirmationBatches(measured)
 
 
+def has_weights_found(fault: LossFault, case: LossCase, batch: Rollouts) -> bool:
+    """Tell whether the objective with this fault has the loss's weights on a batch; on a
+    bound of the fault, those between the two sides of it.
+
+    Args:
+        fault: the fault.
+        case: the loss and its objective.
+        batch: the batch.
+    """
+    return _measure_on(case, [batch]).fits(fault, case, ties=True)
+
+
 def confirmation_batches(case: LossCase) -> list[Rollouts]:
     """Return the batches on which a cause is confirmed: on policy, with small advantages
     and with A > 0 alone too; near every bound; three random ones; one of 64 responses;

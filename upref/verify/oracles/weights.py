@@ -24,6 +24,7 @@ from upref.verify.explain import (
     cause_with_one_advantage,
     explain,
     first_confirmed,
+    has_weights_found,
     holds_on_other_batches,
     in_low_precision,
     two_gradients,
@@ -287,8 +288,11 @@ def _regimes(
     known_fault = explain(case, batch, found, ties, bounds)
     prefer = _preference(case.weight_error(batch, found), r)
     if known_fault is not None:
-        case.cause = known_fault.cause
-        return _of_one_fault(case, batch, _by_sign(parts), failing, prefer, known_fault)
+        by_sign = _by_sign(parts)
+        findings = _of_one_fault(case, batch, by_sign, failing, prefer, known_fault)
+        if findings:
+            case.cause = known_fault.cause
+            return findings
     expected = case.expected(batch)
     compared = MeasuredWeights(
         batch, found, expected, r, case.objective.ratio_symbol, batch.mask & ~ties
@@ -318,7 +322,9 @@ def _of_one_fault(
 ) -> list[Finding]:
     """Return one finding for all regions that the fault explains, shown in the first
     region with a batch on which the printed gradients differ, or in the last region. A
-    fault of a stop-gradient is a failure of the oracle stop-gradient too.
+    fault of a stop-gradient is a failure of the oracle stop-gradient too. Nothing where
+    the fault does not have the weights found on the batch that is shown: it is then not
+    the cause.
 
     Args:
         case, batch, failing, prefer: as of `_smallest_of`.
@@ -330,6 +336,8 @@ def _of_one_fault(
         finding = _in_region(case, part, small, token, known_fault.cause)
         if finding.example is not None:
             break
+    if not has_weights_found(known_fault, case, small):
+        return []
     also = tuple(other.place for other in parts if other is not part)
     finding = replace(finding, also=also)
     if known_fault.kind != "stop-gradient":
@@ -587,6 +595,8 @@ def _random(case: LossCase) -> list[Finding]:
                 case, batch, case.kept_weights(batch), case.rounded(batch), []
             )
             batch, i, t = smallest(case, batch, worst(errors))
+            if known_fault and not has_weights_found(known_fault, case, batch):
+                known_fault = None
             sign = batch.adv[i, t].sign().item()
             ratio = case.ratio(batch)[i, t].item()
             ratios = {case.objective.ratio_symbol: ratio} | sampler_ratio(
