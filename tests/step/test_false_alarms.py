@@ -141,6 +141,51 @@ def autocast(model, rows):
         policy_step(model, rows)
 
 
+def fused_with_loss_scale(model, rows):
+    """GradScaler leaves the scale in the gradients, and a fused optimizer divides by it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    policy_step(model, rows)
+    for p in model.parameters():
+        p.grad *= 1024
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+
+
+class Scheduled(torch.optim.AdamW):
+    """Changes its learning rate, and then makes the step of its base."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] *= 0.99
+        return super().step(closure)
+
+
+def subclassed(model, rows):
+    """torch has wrapped `step` of the base and of the subclass."""
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    optimizer = Scheduled(model.parameters(), lr=0.1)
+    policy_step(model, rows)
+    optimizer.step()
+
+
+def with_metrics(model, rows):
+    """SGD by hand, and metrics as the result."""
+    policy_step(model, rows)
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= p.grad
+            p.grad = None
+    return {"loss": torch.zeros(())}
+
+
+def log_in_bfloat16(model, rows):
+    """Compute an entropy for the logger: no gradient has half precision."""
+    with torch.no_grad():
+        z = model(input_ids=torch.tensor([rows[0].ids])).logits.bfloat16()
+        (z.softmax(-1) * z).sum()
+
+
 def frozen(model):
     model.model.embed_tokens.requires_grad_(False)
     return model
@@ -156,6 +201,11 @@ STEPS = [
     ("optimizer in backward", in_backward, None, {}),
     ("an optimizer steps and clears", optimized, None, {}),
     ("an optimizer that maximizes", maximized, None, {}),
+    ("a fused optimizer with a loss scale", fused_with_loss_scale, None, {}),
+    ("the same, moved", fused_with_loss_scale, None, dict(moved=True)),
+    ("a step inside a step of an optimizer", subclassed, None, {}),
+    ("the same, moved", subclassed, None, dict(moved=True)),
+    ("metrics are returned", with_metrics, None, dict(moved=1)),
     ("gradients are returned", returned, None, {}),
     ("activation checkpointing", checkpointed, None, {}),
     ("sorted by length", sorted_by_length, None, {}),
@@ -197,6 +247,109 @@ def test_an_unusual_right_step_is_not_rejected(name, step, change, how):
         step, change(model) if change else model, "dapo", temperature=T, **how
     )
     assert report, report
+
+
+def test_metrics_are_no_gradient():
+    with pytest.raises(upref.InputError, match="moved the weights and left no"):
+        check_step(with_metrics, qwen3(), "dapo", temperature=T)
+
+
+def divided_by_one_more(model, rows):
+    """DAPO's step, divided by 44 in place of 43 tokens."""
+    policy_step(model, rows)
+    for p in model.parameters():
+        p.grad *= 43 / 44
+
+
+def test_half_precision_beside_the_gradient_hides_nothing():
+    def step(model, rows):
+        log_in_bfloat16(model, rows)
+        divided_by_one_more(model, rows)
+
+    report = check_step(step, qwen3(), "dapo", temperature=T)
+    assert "divided by 44" in report.failures[0].cause, report
+    assert not report.computed_in
+
+
+class HalfProduct(torch.autograd.Function):
+    """A product in bfloat16 with its own backward pass: no graph has its tensors."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return (x.bfloat16() @ weight.bfloat16().T).float()
+
+    @staticmethod
+    def backward(ctx, above):
+        x, weight = ctx.saved_tensors
+        above = above.bfloat16()
+        of_weight = above.flatten(0, -2).T @ x.bfloat16().flatten(0, -2)
+        return (above @ weight.bfloat16()).float(), of_weight.float()
+
+
+class HalfHead(torch.nn.Linear):
+    def forward(self, x):
+        return HalfProduct.apply(x, self.weight)
+
+
+def test_a_kernel_in_half_precision_is_allowed_its_rounding():
+    model = qwen3()
+    model.lm_head = HalfHead(32, 96, bias=False)
+    report = check_step(right, model, "dapo", temperature=T)
+    assert report and report.computed_in == "bfloat16", report
+
+
+def micro_batches_that_are_groups(model, rows):
+    for part in (rows[:3], rows[3:5], rows[5:]):
+        policy_step(model, part)
+    for p in model.parameters():
+        p.grad /= 3
+
+
+def each_group_by_itself(model, rows):
+    groups = {row.group for row in rows}
+    for group in groups:
+        policy_step(model, [row for row in rows if row.group == group])
+    for p in model.parameters():
+        p.grad /= len(groups)
+
+
+def test_micro_batches_are_not_taken_for_groups():
+    report = check_step(micro_batches_that_are_groups, qwen3(), "dapo", temperature=T)
+    assert "micro-batches" in report.failures[0].cause, report
+
+
+def test_a_step_may_count_tokens_per_group():
+    report = check_step(each_group_by_itself, qwen3(), "dapo", temperature=T)
+    assert report and not report.notes, report
+
+
+def test_groups_that_may_be_micro_batches_are_noted():
+    settings = dict(temperature=T, group_size=4)
+
+    def step(model, rows):
+        for part in (rows[:4], rows[4:]):
+            policy_step(model, part)
+        for p in model.parameters():
+            p.grad /= 2
+
+    report = check_step(step, qwen3(), "dapo", **settings)
+    assert report and "micro-batches" in report.notes[0].cause, report
+
+
+def test_the_report_lists_values_that_no_row_has():
+    report = check_step(right, qwen3(), "dapo", temperature=T)
+    assert {"an advantage of 0", "the id 0 in a response"} <= set(report.unexercised)
+
+
+def test_a_truncation_that_rows_do_not_tell_names_both():
+    def step(model, rows):
+        for row in rows:
+            row.trains = [t and i < 8 for i, t in enumerate(row.trains)]
+        policy_step(model, rows)
+
+    cause = check_step(step, qwen3(), "dapo", temperature=T).failures[0].cause
+    assert "of a response or behind the first" in str(cause), cause
 
 
 def test_dropout_is_named():

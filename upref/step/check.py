@@ -50,8 +50,8 @@ from upref.step.explain.halves import (
 )
 from upref.step.explain.value_causes import SEPARATE_CRITIC, shares_layers
 from upref.step.inputs import rows as batch
-from upref.step.inputs.reference import Gradient, Model, TorchModel
-from upref.step.inputs.rows import CASE_AXES, Row
+from upref.step.inputs.reference import Gradient, Model, TorchModel, unwrapped
+from upref.step.inputs.rows import CASE_AXES, Padded, Row
 from upref.user_code.guard import one_line, outer_threads
 from upref.verify.faults.measured import OBSERVATIONS, OF_PARAMETERS
 from upref.verify.finding import NO_CAUSE, Cause, Number
@@ -336,13 +336,22 @@ def _run_and_report(
         and isinstance(model, nn.Module)
         and compare(goal, case, found, bound).error > bound
     ):
-        half_inside = half_precision(lambda: run(case))
+        half_inside, has_gradient = half_precision(lambda: run(case))
         if half_inside and _agrees_with_rounded_rows(goal, case, found, bound):
             half_inside = None  # it computes in float32, with numbers that were rounded
+        elif half_inside and not has_gradient and world_size() == 1:
+            coarse = build_case(reference, goal, rows, without, seed, True, row_options)
+            if _is_smooth(model, lambda: run(coarse)[0], bound):
+                half_inside = None  # what is in half precision is beside the gradient
     if half_inside:
         case = build_case(reference, goal, rows, without, seed, True, row_options)
         found, passes = run(case)
         bound = _allowed_error(goal, case, half_inside)
+
+    if rows is None and row_options == RowOptions():
+        comparison = compare(goal, case, found, bound)
+        if comparison.goal.grouped and comparison.error <= bound:
+            case.reads_groups = _reads_groups(goal, case, run, bound)
 
     def repeat_step() -> Gradient:
         """Run the step on the same rows again, and return its gradient."""
@@ -359,6 +368,7 @@ def _run_and_report(
             bool(half or half_inside),
             row_options,
         )
+        other_case.reads_groups = case.reads_groups
         other_found, _ = run(other_case)
         other_bound = _allowed_error(goal, other_case, half or half_inside)
         return Attempt(
@@ -394,6 +404,63 @@ def _allowed_error(goal: Goal, case: StepCase, half: torch.dtype | None) -> floa
     """
     bound = allowed_error(goal, case, half)
     return bound + case.moved.allowed if case.moved else bound
+
+
+OTHER_GROUPS = (0, 1, 2, 0, 2, 0, 2, 1)  # of the eight rows: no group is a run of rows
+
+
+def _reads_groups(
+    goal: Goal,
+    case: StepCase,
+    run: Callable[[StepCase], tuple[Gradient, int]],
+    bound: float,
+) -> bool | None:
+    """Return whether the step still counts tokens per group where the same rows are in
+    other groups: micro-batches of rows that were groups do not follow. None where the
+    step refuses these rows.
+    """
+    regrouped = [
+        replace(row, group=group)
+        for row, group in zip(case.rows, OTHER_GROUPS, strict=True)
+    ]
+    other = replace(case, rows=regrouped, padded=Padded.of(regrouped))
+    try:
+        found, _ = run(other)
+    except InputError:
+        return None
+    return compare(goal, other, found, bound).error <= bound
+
+
+NUDGE = 3e-4  # of each weight, relative: far less than half precision's spacing
+MOST_BEND = 5  # times the allowed error, of a gradient that no rounding disturbs
+
+
+def _is_smooth(model: nn.Module, run: Callable[[], Gradient], bound: float) -> bool:
+    """Return whether the gradient of a step hardly bends where the weights move a little:
+    half precision on its path would make it jump.
+
+    Args:
+        model: what the step trains, with the weights at which it is checked.
+        run: runs the step, and returns its gradient.
+        bound: the relative error that rounding may make in float32.
+    """
+    weights = [p for p in unwrapped(model).parameters() if p.is_floating_point()]
+    before = [p.detach().clone() for p in weights]
+    generator = torch.Generator().manual_seed(0)
+    directions = [torch.randn(p.shape, generator=generator) for p in weights]
+    gradients = []
+    for nudge in (-NUDGE, 0.0, NUDGE):
+        with torch.no_grad():
+            for p, own, direction in zip(weights, before, directions, strict=True):
+                p.copy_(own * (1 + nudge * direction.to(own)))
+        gradients.append(run())
+    with torch.no_grad():
+        for p, own in zip(weights, before, strict=True):
+            p.copy_(own)
+    below, at, above = (
+        torch.cat([g[name].flatten() for name in sorted(g)]) for g in gradients
+    )
+    return bool((below - 2 * at + above).norm() <= MOST_BEND * bound * at.norm())
 
 
 def _agrees_with_rounded_rows(
@@ -616,6 +683,15 @@ def report_step(
     if in_float32:
         bound = widen_bound(goal, case, bound, comparison.error)
     findings = _findings_beside_gradient(goal, case, found, bound, half)
+    if goal.grouped and case.reads_groups is None:
+        groups = [row.group for row in case.rows]
+        findings.append(
+            note(
+                "gradient",
+                f"tokens are counted per group, not over the whole step (groups of the rows: {groups})",
+                cause="micro-batches of these groups, each with its own mean, have the same gradient",
+            )
+        )
     is_wrong = not comparison.error <= bound or wrong_parameters(
         case.forward.model, comparison.found, comparison.want, bound
     )
@@ -766,7 +842,7 @@ def _unexercised(goal: Goal, case: StepCase, passes: int) -> list[str]:
         unexercised.append("micro-batches")
     if world_size() == 1:
         unexercised.append("several ranks")
-    return unexercised
+    return unexercised + batch.find_unusual_values_missing(case.rows)
 
 
 def _values_leave_their_range(value: ValueTerm, case: StepCase) -> bool:

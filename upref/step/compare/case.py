@@ -26,7 +26,7 @@ from upref.step.compare.forward import (
     gradients_by_row,
 )
 from upref.step.compare.goal import Goal
-from upref.step.compare.moved import Moved
+from upref.step.compare.moved import Moved, named_arrays
 from upref.step.compare.ranks import lead, train, world_size
 from upref.step.compare.record import Step
 from upref.step.compare.value_term import ValueTerm, add_values
@@ -69,6 +69,9 @@ class StepCase:
     # the distance of the gradients of two ranks, relative to their norm
     apart: float = 0.0
     moved: Moved | None = None  # how the gradient was read from the weights
+    # whether the step counts tokens per group: it was run on the same rows in other
+    # groups; None: it was not
+    reads_groups: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -556,7 +559,8 @@ def compare(
 ) -> GradientComparison:
     """Compare a step's gradient to the reference's.
 
-    Tokens are counted over the whole step; or per group, where only that agrees.
+    Tokens are counted over the whole step; or per group, where only that agrees and the
+    step is not known to read no groups.
 
     Args:
         goal: the objective with its numbers.
@@ -573,7 +577,7 @@ def compare(
     comparisons = []
     for tried_goal in (
         [goal, replace(goal, grouped=True)]
-        if goal.objective.agg == "group-token-mean"
+        if goal.objective.agg == "group-token-mean" and case.reads_groups is not False
         else [goal]
     ):
         alternatives = changes_across_bounds(
@@ -711,20 +715,10 @@ def run_step(
             f"the step made {recorded.steps} optimizer steps on these rows: let it make one, or use record_step."
         )
     found = recorded.gradients
-    out = recorded.out
-    is_dict_of_arrays = (
-        isinstance(out, dict)
-        and bool(out)
-        and all(hasattr(array, "shape") for array in out.values())
-    )
     has_moved = not found and _has_moved(net, weights)
-    if is_dict_of_arrays and not found:
-        found = _as_gradient(
-            {
-                name.removeprefix("_orig_mod.").removeprefix("module."): array
-                for name, array in out.items()
-            }
-        )
+    if not found:
+        returned = named_arrays(recorded.out, net)
+        found = _as_gradient(returned) if returned else {}
     _restore(net, weights)
     for p in net.parameters():
         p.grad = None

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 )
 
 from upref.errors import InputError
-from upref.step.compare.record import Feed, Step
+from upref.step.compare.record import Feed, Nesting, Step, loss_scale
 from upref.step.inputs.reference import (
     Gradient,
     as_float64,
@@ -151,6 +151,7 @@ class WeightReader:
         self.handed: list[_Handed] = []
         # weights of all optimizers, which may be copies that the engine has
         self.own_weights: list[tuple[Tensor, Tensor]] = []
+        self.nesting = Nesting()
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
@@ -173,6 +174,8 @@ class WeightReader:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Keep what the optimizer is about to change."""
+        if not self.nesting.begins(optimizer):
+            return
         self.handed = [
             _Handed(
                 p,
@@ -193,6 +196,9 @@ class WeightReader:
         Raises:
             InputError: a parameter has made more steps than are read.
         """
+        if not self.nesting.ends(optimizer):
+            return
+        scale = loss_scale(optimizer)
         name = type(optimizer).__name__
         if name not in self.names:
             self.names.append(name)
@@ -211,7 +217,7 @@ class WeightReader:
                 raise InputError(
                     f"the step made {made} optimizer steps on these rows: let it make {wanted}."
                 )
-            dense = to_dense(gradient)
+            dense = to_dense(gradient) / scale
             self.squares += float(dense.double().pow(2).sum())
             p.sub_(dense.to(p.dtype), alpha=one.sign * self.rate)
         self.handed = []
@@ -348,13 +354,7 @@ class WeightReader:
         Raises:
             InputError: a trained parameter is missing, or has another shape.
         """
-        if isinstance(out, dict) and out:
-            after = {
-                name.removeprefix("_orig_mod.").removeprefix("module."): array
-                for name, array in out.items()
-            }
-        else:
-            after = {n: p for n, p in self.model.named_parameters()}
+        after = named_arrays(out, self.model) or dict(self.model.named_parameters())
         for name, weights in self.before.items():
             found = getattr(after.get(name), "shape", None)
             if found is None or tuple(found) != tuple(weights.shape):
@@ -380,6 +380,25 @@ class WeightReader:
             )
             squares += float((unit * largest).pow(2).sum())
         return math.sqrt(squares)
+
+
+def named_arrays(out: Any, model: nn.Module) -> dict[str, Any]:
+    """Return what a step returned, by the names of the model's parameters; nothing where
+    it names none of them, as a dict of metrics does.
+
+    Args:
+        out: what the step returned.
+        model: what it trains.
+    """
+    if not isinstance(out, dict):
+        return {}
+    by_name = {
+        name.removeprefix("_orig_mod.").removeprefix("module."): array
+        for name, array in out.items()
+        if isinstance(name, str)
+    }
+    names = {name for name, _ in model.named_parameters()}
+    return by_name if names & by_name.keys() else {}
 
 
 def _differ(some: dict[str, Any], other: dict[str, Any]) -> bool:

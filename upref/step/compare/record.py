@@ -3,6 +3,7 @@
 had before.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -203,6 +204,7 @@ class _Recorder:
         self.trained: set[str] = set()
         self.state_after_pass: list[Any] = []
         self.handed: dict[str, Tensor | None] = {}  # to the optimizer that steps now
+        self.nesting = Nesting()
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -251,7 +253,7 @@ class _Recorder:
         more are recorded, nor is what is fed.
         """
         signs = self._signs(optimizer)
-        if self.is_closed or not signs:
+        if not self.nesting.begins(optimizer) or self.is_closed or not signs:
             return
         # one optimizer per parameter makes one step together
         if not self.steps or self.trained & signs.keys():
@@ -265,13 +267,15 @@ class _Recorder:
             self.steps.append(Step(weights, {}))
             self._take_passes()
         self.trained |= signs.keys()
-        self._take_gradients(signs)
+        self._take_gradients(optimizer, signs)
         self.handed = self._gradient_tensors()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Record the gradients of a step that made them itself, by a closure. What
         `_before_step` recorded was of the step before, or nothing.
         """
+        if not self.nesting.ends(optimizer):
+            return
         handed, self.handed = self.handed, {}
         signs = self._signs(optimizer)
         if self.is_closed or not signs or not self.steps:
@@ -281,7 +285,7 @@ class _Recorder:
             n for n in signs if now[n] is not None and now[n] is not handed.get(n)
         ]
         if replaced or self.count[0]:
-            self._take_gradients(signs)
+            self._take_gradients(optimizer, signs)
             self._take_passes()
 
     def _signs(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -300,10 +304,17 @@ class _Recorder:
         """Return each parameter's `.grad` itself, not a copy; None where it has none."""
         return {n: p.grad for n, p in unwrapped(self.model).named_parameters()}
 
-    def _take_gradients(self, signs: dict[str, int]) -> None:
-        """Copy the gradients of these parameters into the last step."""
+    def _take_gradients(
+        self, optimizer: torch.optim.Optimizer, signs: dict[str, int]
+    ) -> None:
+        """Copy the gradients of these parameters, as the optimizer uses them, into the
+        last step.
+        """
+        scale = loss_scale(optimizer)
         self.steps[-1].gradients |= {
-            n: signs[n] * g for n, g in gradients(self.model).items() if n in signs
+            n: signs[n] * g / scale
+            for n, g in gradients(self.model).items()
+            if n in signs
         }
 
     def _take_passes(self) -> None:
@@ -316,6 +327,36 @@ class _Recorder:
         step.passes = self.passes[:]
         self.feed.sequences.clear()
         self.passes.clear()
+
+
+class Nesting:
+    """Tells a step of an optimizer from one inside it: torch runs the hooks once for
+    each class whose `step` it has wrapped, and a subclass may call that of its base.
+    """
+
+    def __init__(self) -> None:
+        self.depths: Counter[int] = Counter()  # of running steps, by optimizer
+
+    def begins(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether this step is not inside another one of the optimizer."""
+        self.depths[id(optimizer)] += 1
+        return self.depths[id(optimizer)] == 1
+
+    def ends(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the step that ends was not inside another one of the optimizer."""
+        self.depths[id(optimizer)] -= 1
+        return self.depths[id(optimizer)] == 0
+
+
+def loss_scale(optimizer: torch.optim.Optimizer) -> float:
+    """Return the loss scale that the optimizer takes out itself, 1 where there is none:
+    GradScaler hands it to a fused optimizer, and leaves it in the gradients.
+
+    Args:
+        optimizer: while it steps.
+    """
+    scale = getattr(optimizer, "grad_scale", None)
+    return float(scale) if isinstance(scale, Tensor) else 1.0
 
 
 def is_alone() -> bool:

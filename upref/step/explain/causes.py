@@ -884,9 +884,9 @@ def _features_of_lost_tokens(
         values = feature[is_lost].unique()
         if len(values) == 1 and not (feature[is_kept] == values).any():
             yield feature_id, words.format(float(values)), feature == values
+    if late := _late_tokens(is_kept, is_lost, positions, place):
+        yield late
     features = (
-        ("late-tokens-of-row", "tokens behind the first {:g} of a row", place),
-        ("late-tokens", "tokens behind the first {:g} of a response", positions),
         ("early-tokens-of-row", "tokens before place {:g} of a row", -place),
         ("far-tokens", "tokens with a log r above {:g} or below -{:g}", log_r.abs()),
         ("likelier-tokens", "tokens with a log r above {:g}", log_r),
@@ -899,6 +899,34 @@ def _features_of_lost_tokens(
         smallest_lost = float(feature[is_lost].min())
         if (limit := between(largest_kept, smallest_lost)) is not None:
             yield feature_id, words.format(abs(limit), abs(limit)), feature > limit
+
+
+def _late_tokens(
+    is_kept: Tensor, is_lost: Tensor, positions: Tensor, place: Tensor
+) -> tuple[str, str, Tensor] | None:
+    """Return the feature that all lost tokens are behind a place, of their responses or
+    of their rows; of either, where the lengths of these rows do not tell. None where
+    neither separates lost tokens from kept ones.
+
+    Args:
+        is_kept, is_lost: the tokens that train, and those that should, [B, T].
+        positions: of each token in its response, from 1 on.
+        place: of each token in its row, its prompt included.
+    """
+    found = []
+    for feature_id, whole, feature in (
+        ("late-tokens", "response", positions),
+        ("late-tokens-of-row", "row", place),
+    ):
+        largest_kept = float(feature[is_kept].max())
+        smallest_lost = float(feature[is_lost].min())
+        if (limit := between(largest_kept, smallest_lost)) is not None:
+            words = f"behind the first {limit:g} of a {whole}"
+            found.append((feature_id, words, feature > limit))
+    if not found:
+        return None
+    feature_id, _, lost = found[0]
+    return feature_id, f"tokens {' or '.join(words for _, words, _ in found)}", lost
 
 
 def _row_orders(rows: Sequence[Row]) -> list[tuple[str, str, Tensor]]:

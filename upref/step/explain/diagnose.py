@@ -79,12 +79,15 @@ OTHER_WEIGHTS = Cause("with it the weights of tokens differ too, by no known cau
 
 
 class _Dtypes(TorchDispatchMode):
-    """Collects the dtypes of all tensors that operations inside get."""
+    """Collects the dtypes of all tensors that operations inside get, and of those among
+    them that have a gradient.
+    """
 
     def __init__(self) -> None:
         """Begin with no dtype."""
         super().__init__()
         self.dtypes: set[torch.dtype] = set()
+        self.with_gradient: set[torch.dtype] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -92,23 +95,29 @@ class _Dtypes(TorchDispatchMode):
         """Note the dtypes of the tensors among the positional arguments, and call
         `func`.
         """
-        self.dtypes |= {x.dtype for x in args if isinstance(x, Tensor)}
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        self.dtypes |= {x.dtype for x in tensors}
+        self.with_gradient |= {x.dtype for x in tensors if x.requires_grad}
         return func(*args, **(kwargs or {}))
 
 
-def half_precision(run: Callable[[], object]) -> torch.dtype | None:
-    """Run a step, and return the half precision in which it computes; None where it
-    uses none.
+def half_precision(run: Callable[[], object]) -> tuple[torch.dtype | None, bool]:
+    """Run a step, and return the half precision that it uses.
 
     Args:
         run: the step.
 
     Returns:
-        bfloat16 if any operation gets it, else float16 if any does.
+        bfloat16 if any operation gets it, else float16 if any does, else None; and
+        whether a tensor with a gradient has it. Others may be the logger's alone, or of
+        a kernel with a backward pass of its own.
     """
     with _Dtypes() as mode:
         run()
-    return next((dtype for dtype in HALF_PRECISIONS if dtype in mode.dtypes), None)
+    for dtype in HALF_PRECISIONS:
+        if dtype in mode.dtypes:
+            return dtype, dtype in mode.with_gradient
+    return None, False
 
 
 def wrong_parameters(

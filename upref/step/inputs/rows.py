@@ -460,6 +460,25 @@ def find_unvaried_axes(
     return unvaried
 
 
+def find_unusual_values_missing(rows: Sequence[Row]) -> list[str]:
+    """Return in words what no row has, although a sample may: a loop that reads a token or
+    a response by its value may fail on it.
+
+    Args:
+        rows: of the step.
+    """
+    missing = []
+    if not any(0 in np.atleast_1d(row.adv) for row in rows):
+        missing.append("an advantage of 0")
+    if not any(0 in row.response for row in rows):
+        missing.append("the id 0 in a response")
+    if all(len(set(row.response)) == len(row.response) for row in rows):
+        missing.append("a token that repeats")
+    if all(any(row.trains) for row in rows):
+        missing.append("a response without a trained token")
+    return missing
+
+
 def describe_rows(
     rows: Sequence[Row], temperature: float, lp: list[Tensor]
 ) -> list[str]:
