@@ -39,12 +39,27 @@ def halved(log_prob, old_log_prob, advantages, mask):
     return by_minimum(log_prob, old_log_prob, advantages, mask) / 2
 
 
+def by_least(log_prob, old_log_prob, advantages, mask):
+    r, low, high = bounds(log_prob, old_log_prob)
+    least = torch.stack([r, high]).amin(dim=0)
+    kept = torch.where(advantages > 0, least, r.max(low))
+    return -mean(kept * advantages, mask)
+
+
+def halved_at_one(log_prob, old_log_prob, advantages, mask):
+    w = torch.where(old_log_prob == 0, 0.5, 1.0)
+    r = (log_prob - old_log_prob).exp()
+    kept = torch.min(r * advantages, r.clamp(0.8, 1.28) * advantages)
+    return -(kept * w * mask).sum() / mask.sum()
+
+
 def prove(loss):
     return upref.prove(loss, "bandpo_tv", rows=1, columns=1, delta=0.05)
 
 
-def test_a_minimum_that_ties_at_a_probability_of_1_is_proved_beside_it():
-    proof = prove(by_minimum)
+@pytest.mark.parametrize("loss", [by_minimum, by_least])
+def test_a_minimum_that_ties_at_a_probability_of_1_is_proved_beside_it(loss):
+    proof = prove(loss)
     assert proof.status == "proved", proof
     assert "tokens to which a policy gives the probability 1 are left out" in str(proof)
 
@@ -56,6 +71,11 @@ def test_another_weight_at_a_probability_of_1_is_no_tie():
 
 def test_half_a_loss_is_no_tie():
     assert prove(halved).status == "differs"
+
+
+def test_a_weight_that_is_halved_at_a_probability_of_1_is_no_tie():
+    proof = upref.prove(halved_at_one, "dapo", rows=1, columns=1)
+    assert proof.status == "differs", proof
 
 
 @pytest.mark.nightly

@@ -5,10 +5,11 @@ differ, or no proof.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from upref.proof.domain import Domain, Pattern, patterns
 from upref.proof.paths import Counterexample, Limits, Outcome, Outputs, Path, Search
@@ -70,7 +71,9 @@ class Comparison:
         )
 
 
-def sizes_up_to(rows: int, columns: int, with_groups: bool) -> list[Pattern]:
+def sizes_up_to(
+    rows: int, columns: int, with_groups: bool, with_reference: bool = False
+) -> list[Pattern]:
     """Return the patterns of a proof, the smallest first.
 
     Sizes of 1 are proved for themselves: code may treat them apart.
@@ -78,9 +81,14 @@ def sizes_up_to(rows: int, columns: int, with_groups: bool) -> list[Pattern]:
     Args:
         rows, columns: the largest batch.
         with_groups: the ways to divide the rows into prompts, too.
+        with_reference: equal policies beside another reference policy, too.
     """
     shapes = dict.fromkeys([(1, 1), (1, columns), (rows, 1), (rows, columns)])
-    out = [p for shape in shapes for p in patterns(*shape, with_groups)]
+    out = [
+        pattern
+        for shape in shapes
+        for pattern in patterns(*shape, with_groups, with_reference)
+    ]
     return sorted(out, key=lambda pattern: pattern.tokens)
 
 
@@ -178,7 +186,7 @@ def compare(
         # the solver starts once for all patterns of a chunk
         _conclude(values, outcomes, start + seconds - cpu_seconds(), limits)
         for search, outcome in outcomes:
-            is_proved = _add_outcome(out, search.domain.pattern, outcome)
+            is_proved = _add_outcome(out, search, outcome)
             if is_proved and first is None:
                 first = (search, outcome.paths[0])
             if out.status != "proved":
@@ -197,12 +205,13 @@ def compare(
     return out
 
 
-def _add_outcome(out: Comparison, pattern: Pattern, outcome: Outcome) -> bool:
+def _add_outcome(out: Comparison, search: Search, outcome: Outcome) -> bool:
     """Add what was found on one pattern to a comparison; return whether the functions
     are proved equal on it. A tie where the policies are certain changes no status.
     """
     out.paths += len(outcome.paths)
-    if pattern.certain and _is_tie(outcome.counterexample):
+    pattern = search.domain.pattern
+    if pattern.certain and _is_tie(search.function, outcome.counterexample):
         out.ties_at_one = True
         return False
     if outcome.counterexample:
@@ -218,20 +227,72 @@ def _add_outcome(out: Comparison, pattern: Pattern, outcome: Outcome) -> bool:
     return True
 
 
-def _is_tie(counterexample: Counterexample | None) -> bool:
-    """Tell whether each token that differs has half of the reference's gradient, as where
-    the two arguments of torch.minimum or torch.maximum are equal.
+def _is_tie(function: Outputs, counterexample: Counterexample | None) -> bool:
+    """Tell whether each token that differs has half of the reference's gradient because
+    two arguments of a minimum or maximum are equal there: once one of the two gets
+    the whole gradient, the token has that of the reference.
 
     A bound such as 1/π_old is met by every token of probability 1. The points beside it
     belong to other patterns.
+
+    Args:
+        function: of the user.
+        counterexample: None where there is none.
     """
     if counterexample is None:
         return False
-    expected, found = counterexample.expected, counterexample.found
-    gap = (expected - found).abs()
-    is_equal = gap <= ROUNDING * expected.abs()
-    is_half = (2 * found - expected).abs() <= ROUNDING * expected.abs()
-    return bool((is_equal | is_half).all())
+    expected = counterexample.expected
+
+    def is_near(found: Tensor) -> Tensor:
+        return (found - expected).abs() <= ROUNDING * expected.abs()
+
+    is_equal = is_near(counterexample.found)
+    is_half = is_near(2 * counterexample.found)
+    if not (is_equal | is_half).all():
+        return False
+    scale = torch.tensor(counterexample.point["scale"], dtype=torch.float64)
+    for to_first in (True, False):
+        with _Ties(to_first):
+            is_equal |= is_near(function(counterexample.batch, scale))
+    return bool(is_equal.all())
+
+
+class _Ties(TorchFunctionMode):
+    """Gives the whole gradient of equal arguments of a minimum or maximum to one of them;
+    torch gives each a part.
+
+    Attributes:
+        to_first: that one is the first, else the last.
+    """
+
+    def __init__(self, to_first: bool) -> None:
+        super().__init__()
+        self.to_first = to_first
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call the function; a minimum or maximum as a choice between its arguments."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        x, y = (*args, None, None)[:2]
+        other = kwargs.get("other", y)
+        dim = kwargs.get("dim", y)
+        sign = -1 if name in ("min", "minimum", "amin") else 1
+        if name in ("min", "max", "minimum", "maximum") and _are_tensors(x, other):
+            above = sign * x - sign * other
+            return torch.where(above >= 0 if self.to_first else above > 0, x, other)
+        if name in ("amin", "amax") and _are_tensors(x) and isinstance(dim, int):
+            ordered = x if self.to_first else x.flip(dim)
+            keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+            of_least = torch.min if sign < 0 else torch.max
+            return of_least(ordered, dim, keepdim=keepdim).values
+        return func(*args, **kwargs)
+
+
+def _are_tensors(*values: Any) -> bool:
+    """Tell whether all values are tensors."""
+    return all(isinstance(x, Tensor) for x in values)
 
 
 def _chunks(among: Sequence[Pattern]) -> list[Sequence[Pattern]]:

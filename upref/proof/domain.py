@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ class Pattern:
         on_policy: π_θ, π_old and π_ref are equal.
         advantages: of which kind, one of ADVANTAGES.
         certain: one policy or both give tokens the probability 1, as in short floats.
+        free_reference: π_ref is another policy, even where π_θ and π_old are fixed.
+        padded: masked slots hold 0, for log-probabilities and advantages of tokens.
     """
 
     mask: tuple[tuple[bool, ...], ...]
@@ -55,6 +57,8 @@ class Pattern:
     on_policy: bool = False
     advantages: str = "free"
     certain: bool = False
+    free_reference: bool = False
+    padded: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,7 +68,7 @@ class Pattern:
     @property
     def is_free(self) -> bool:
         """Whether all ratios and advantages are variables."""
-        is_fixed = self.on_policy or self.zeros or self.certain
+        is_fixed = self.on_policy or self.zeros or self.certain or self.padded
         return not is_fixed and self.advantages == "free"
 
     @property
@@ -77,42 +81,92 @@ class Pattern:
 
 
 ADVANTAGES = ("of a response", "equal", "1 and -1", "-1 and 1")
-# of prompts: with gaps, in no order, with 0, and in another order as texts
-IDS = ((10, 9, 4, 13), (7, 3, 6, 12), (0, 5, 2, 11))
+# of prompts: with gaps, in no order, with 0, and in another order as texts; small ones;
+# two of them are equal where an id is divided by 2, or is taken modulo 2, 3 or 4
+IDS = ((10, 9, 4, 13), (7, 3, 6, 12), (0, 6, 5, 11), (1, 2, 0, 3), (2, 3, 1, 0))
 
 
-def patterns(rows: int, columns: int, with_groups: bool) -> Iterator[Pattern]:
+def patterns(
+    rows: int, columns: int, with_groups: bool, with_reference: bool = False
+) -> Iterator[Pattern]:
     """Yield every mask of a shape up to the order of the rows, each row with a token.
 
-    Points at which two compared values are equal are no part of a proof. Two kinds of
-    them are common in training, so they have patterns of their own: advantages of 0,
-    equal ones, those of 1 and -1, equal policies, and probabilities of 1.
+    Points at which two compared values are equal are no part of a proof. Some of them
+    are common in training, so they have patterns of their own: `_special`.
 
     Args:
         rows, columns: of the batch.
         with_groups: the ways to divide the rows into prompts, too.
+        with_reference: equal policies beside another reference policy, too.
     """
-    each_row = [
-        row for row in itertools.product((True, False), repeat=columns) if any(row)
-    ]
-    masks = itertools.combinations_with_replacement(each_row, rows)
-    for mask, ids in zip(masks, itertools.cycle(IDS)):
+    masks = itertools.combinations_with_replacement(_masks_of_row(columns), rows)
+    for number, (mask, ids) in enumerate(zip(masks, itertools.cycle(IDS))):
         yield Pattern(mask)
         if with_groups:
             yield from (Pattern(mask, group) for group in _groups(rows, ids))
-    full, first = each_row[0], each_row[-1]
-    for mask in dict.fromkeys([(full,) * rows, (full, *[first] * (rows - 1))]):
+        if with_groups and rows > 1 and number == 0:
+            yield from (Pattern(mask, _own_prompts(rows, x)) for x in IDS[1:])
+    yield from _special(rows, columns, with_reference)
+    if with_groups and rows > 1:
+        # a prompt for each row, on two masks
+        few = _masks_of_special(rows, columns)
+        first_and_last = {few[0], few[-1]}
+        special = _special(rows, columns, with_reference)
+        chosen = (p for p in special if p.mask in first_and_last)
+        for pattern, ids in zip(chosen, itertools.cycle(IDS)):
+            yield replace(pattern, group=_own_prompts(rows, ids))
+
+
+def _masks_of_row(columns: int) -> list[tuple[bool, ...]]:
+    """Return every mask of a row with a token, the full one first; the last one has the
+    last token alone.
+    """
+    each = itertools.product((True, False), repeat=columns)
+    return [row for row in each if any(row)]
+
+
+def _masks_of_special(rows: int, columns: int) -> list[tuple[tuple[bool, ...], ...]]:
+    """Return the masks on which special values are tried: each mask of the last row, where
+    the other rows are full.
+    """
+    each = _masks_of_row(columns)
+    return [(each[0],) * (rows - 1) + (last,) for last in each]
+
+
+def _special(rows: int, columns: int, with_reference: bool) -> Iterator[Pattern]:
+    """Yield the patterns of values that are common in training, and at which compared
+    values are equal, of one prompt. The report names them:
+    `describe_special` of upref/verify/proof.py.
+
+    Equal policies, advantages of 0 in all rows, and masked slots of 0 come with each mask
+    of `_masks_of_special`. Advantages of 0 elsewhere come with the first and the last of
+    them. Other advantages, and probabilities of 1, come with full masks.
+
+    Args:
+        rows, columns: of the batch.
+        with_reference: a reference policy is read.
+    """
+    masks = _masks_of_special(rows, columns)
+    full = masks[0]
+    every_zero, *other_zeros = _zeros(rows, columns)
+    for mask in masks:
         yield Pattern(mask, on_policy=True)
-        for zeros in _zeros(rows, columns):
-            yield Pattern(mask, zeros=zeros)
-    mask = (full,) * rows
-    yield from (Pattern(mask, advantages=kind) for kind in ADVANTAGES)
-    yield Pattern(mask, certain=True)
+        if with_reference:
+            yield Pattern(mask, on_policy=True, free_reference=True)
+        yield Pattern(mask, zeros=every_zero)
+        if mask != full:
+            yield Pattern(mask, padded=True)
+    for mask in dict.fromkeys((full, masks[-1])):
+        yield from (Pattern(mask, zeros=zeros) for zeros in other_zeros)
+    yield from (Pattern(full, advantages=kind) for kind in ADVANTAGES)
+    yield Pattern(full, certain=True)
+    if with_reference:
+        yield Pattern(full, certain=True, free_reference=True)
 
 
 def _zeros(rows: int, columns: int) -> Iterator[frozenset[tuple[int, int]]]:
-    """Yield sets of tokens whose advantage is 0: whole rows, and one token."""
-    for count in range(1, rows + 1):
+    """Yield sets of tokens whose advantage is 0: all rows, some rows, and one token."""
+    for count in range(rows, 0, -1):
         for chosen in itertools.combinations(range(rows), count):
             yield frozenset(itertools.product(chosen, range(columns)))
     if columns > 1:
@@ -138,6 +192,11 @@ def _groups(rows: int, ids: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     for numbers in partitions(rows):
         if any(numbers):
             yield named_by(numbers, ids)
+
+
+def _own_prompts(rows: int, ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ids of prompts of which each has one row."""
+    return named_by(tuple(range(rows)), ids)
 
 
 def named_by(numbers: tuple[int, ...], ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -184,17 +243,24 @@ class Domain:
         log_mu = self._logs("mu", *PROBABILITY)
         if certain:
             self._make_certain(log_r, log_mu)
+        if self.pattern.padded:
+            self._pad(log_r)
+            self._pad(log_mu)
         lp = _each(v.add, log_r, log_mu)
         advantages = [[self._advantage(i, t) for t in range(T)] for i in range(B)]
         rows = {"logp": lp, "logp_old": log_mu, "adv": advantages}
         if "logp_ref" in self.reads:
-            is_fixed = on_policy or certain
+            is_fixed = (on_policy or certain) and not self.pattern.free_reference
             log_k = self._logs_of_one() if is_fixed else self._logs("k", *RATIO)
+            if self.pattern.padded:
+                self._pad(log_k)
             rows["logp_ref"] = _each(v.add, lp, log_k)
         if "logp_sampler" in self.reads and certain:
             rows["logp_sampler"] = log_mu
         elif "logp_sampler" in self.reads:
             log_rho = self._logs("rho", *RATIO)
+            if self.pattern.padded:
+                self._pad(log_rho)
             rows["logp_sampler"] = _each(v.subtract, log_mu, log_rho)
         if "entropy" in self.reads:
             rows["entropy"] = [
@@ -206,6 +272,13 @@ class Domain:
         """Return the id of log 1, which is 0, for each token, a list for each row."""
         B, T = self.pattern.shape
         return [[self.values.zero] * T for _ in range(B)]
+
+    def _pad(self, logs: list[list[int]]) -> None:
+        """Write the id of 0 to masked slots, as trainers pad."""
+        for row, mask in zip(logs, self.pattern.mask, strict=True):
+            for t, is_trained in enumerate(mask):
+                if not is_trained:
+                    row[t] = self.values.zero
 
     def _make_certain(self, log_r: list[list[int]], log_mu: list[list[int]]) -> None:
         """Give the first token the probability 1 of both policies, the second one that of
@@ -232,7 +305,8 @@ class Domain:
             case "-1 and 1":
                 return v.number(1 if row % 2 else -1)
         if not self.per_response:
-            is_zero = (row, column) in self.pattern.zeros
+            is_padding = self.pattern.padded and not self.pattern.mask[row][column]
+            is_zero = is_padding or (row, column) in self.pattern.zeros
             return v.zero if is_zero else v.variable(f"A{row}_{column}")
         tokens = [(row, t) for t in range(self.pattern.shape[1])]
         is_zero = set(tokens) <= self.pattern.zeros
@@ -302,8 +376,10 @@ class Domain:
             if role not in self.ids:
                 continue
             for i, t in itertools.product(range(B), range(T)):
-                if {f"mu{i}_{t}", f"{beside}{i}_{t}"} <= names:
-                    out.append(v.greater(v.zero, int(self.ids[role][i, t])))
+                log = int(self.ids[role][i, t])
+                is_read = {f"mu{i}_{t}", f"{beside}{i}_{t}"} <= names
+                if is_read and v.varies(log):
+                    out.append(v.greater(v.zero, log))
         return out
 
     def _below_one_where_certain(self, names: set[str]) -> list[int]:
@@ -311,7 +387,8 @@ class Domain:
         some at 1: of those that vary and whose variables are read.
         """
         v = self.values
-        logs = torch.stack([self.ids["logp"], self.ids["logp_old"]])
+        roles = [x for x in ("logp", "logp_old", "logp_ref") if x in self.ids]
+        logs = torch.stack([self.ids[role] for role in roles])
         out = []
         for log in logs.reshape(-1).tolist():
             if v.varies(log) and v.variables((log,)) <= names:
@@ -404,13 +481,22 @@ class Domain:
         B, T = self.pattern.shape
         for i, t in itertools.product(range(B), range(T)):
             mu, r, k, rho = (f"{name}{i}_{t}" for name in ("mu", "r", "k", "rho"))
-            if mu not in found:
+            # π_θ/π_old; where the policies are equal, r is no variable of the batch
+            ratio = 1.0 if self.pattern.on_policy else out[r]
+            if self.pattern.certain:
+                # π_θ is r at the second of three tokens, and 1 at the others
+                of_policy = out[r] if t % 3 == 1 else 1.0
+                if k not in found:
+                    out[k] = min(out[k], 0.9 / of_policy)
+                elif t % 3 == 1 and r not in found:
+                    out[r] = min(out[r], 0.9 / out[k])
+            elif mu not in found:
                 of_ref = out[k] if "logp_ref" in self.ids else 1.0
                 of_sampler = out[rho] if "logp_sampler" in self.ids else 1.0
-                largest = max(1.0, out[r], out[r] * of_ref, 1 / of_sampler)
+                largest = max(1.0, ratio, ratio * of_ref, 1 / of_sampler)
                 out[mu] = min(out[mu], 0.9 / largest)  # clearly below 1
             elif k not in found and "logp_ref" in self.ids:
-                out[k] = min(out[k], 0.9 / (out[mu] * out[r]))
+                out[k] = min(out[k], 0.9 / (out[mu] * ratio))
             if rho not in found:
                 out[rho] = max(out[rho], 1.1 * out[mu])
         return out
@@ -486,7 +572,7 @@ class TermDomain(Domain):
         """Whether no number overflows that is made of these: none does where the
         policies are equal, since no ratio is far from 1.
         """
-        return self.pattern.on_policy
+        return self.pattern.on_policy and not self.pattern.free_reference
 
     def describe(self, point: Mapping[str, float]) -> str:
         """Return log π_ref - log π_θ and log π_θ of a point, in words.

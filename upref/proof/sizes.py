@@ -75,17 +75,41 @@ class Sizes:
     tokens: int = SMALLEST
     ids: frozenset[int] = frozenset()
 
-    def add(self, number: Any, line: str) -> None:
+    @property
+    def ids_are_apart(self) -> bool:
+        """Whether the ids are larger than any size or count of the batch, so that a
+        number shows which of them it is.
+        """
+        return min(self.ids, default=0) > max(SMALLEST, self.tokens)
+
+    def are_ids(self, numbers: Any) -> bool:
+        """Tell whether numbers are ids of prompts, and no sizes or counts.
+
+        Args:
+            numbers: one, or a tensor of them.
+        """
+        if not self.ids_are_apart:
+            return False
+        if isinstance(numbers, Tensor):
+            if numbers.dtype is torch.bool or numbers.is_complex():
+                return False
+            listed = numbers.detach().reshape(-1).tolist()
+        else:
+            listed = [numbers]
+        return bool(listed) and self.ids.issuperset(listed)
+
+    def add(self, number: Any, line: str, smallest: float = SMALLEST) -> None:
         """Note a number with which a size is compared, unless it is no number, at most
-        SMALLEST, larger than any size, or compared outside of the user's lines.
+        `smallest`, larger than any size, or compared outside of the user's lines.
 
         Args:
             number: it.
             line: of the user's code; "" where none runs.
+            smallest: numbers up to it are not noted.
         """
         if isinstance(number, bool) or not isinstance(number, int | float):
             return
-        if line and SMALLEST < number < LARGEST_SIZE:
+        if line and smallest < number < LARGEST_SIZE:
             self.bounds.setdefault(Bound(int(number), line))
 
     def mark(self, size: Any, line: Callable[[], str]) -> Any:
@@ -125,7 +149,8 @@ class Sizes:
                 is_id = name in ("eq", "ne") and number in self.ids
                 if isinstance(number, int | float) and not is_id:
                     divisor = _power_of_two(number) if name in SHIFTS else number
-                    self.add(abs(divisor), line())
+                    smallest = 0 if self.are_ids(args[0]) else SMALLEST
+                    self.add(abs(divisor), line(), smallest)
         # a type that holds no larger count
         is_cast = name == "_to_copy" and args[0].dtype is not torch.bool
         if dtype in LARGEST and (is_cast or name in ADDS):
@@ -315,6 +340,8 @@ class _Noted:
         is_quotient = isinstance(self, float)  # T / 100 > 1
         if abs(other) > SMALLEST:
             self.sizes.add(abs(other), self.line())
+        elif self.sizes.are_ids(own):
+            self.sizes.add(abs(other), self.line(), smallest=0)
         elif is_quotient or int(own) not in self.sizes.ids:
             pairs = [(float(own), float(other))]
             number = self.sizes.threshold(pairs, not is_quotient)

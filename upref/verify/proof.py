@@ -95,6 +95,7 @@ class Proof(Result):
         bounds: numbers with which the code compares sizes, and their lines.
         every_size: it is proved for every number of rows and columns.
         sizes_open: why it is not.
+        with_prompts: the rows of some batches are of several prompts.
         place: where it differs, in words.
         numbers: of the counterexample, by their symbols.
         expected, found: the numbers there, of this unit.
@@ -118,6 +119,7 @@ class Proof(Result):
     bounds: tuple[tuple[int, str], ...] = ()
     every_size: bool = False
     sizes_open: str = ""
+    with_prompts: bool = False
     place: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
     expected: float | None = None
@@ -219,7 +221,8 @@ class Proof(Result):
             ]
         lines = [
             f"  {self.domain}, in {self.batches} batches of {sizes} (every mask with a "
-            f"token in each row; advantages of 0; equal policies); {counted(self.paths, 'path')}; {self.seconds:.1f} s"
+            f"token in each row); {counted(self.paths, 'path')}; {self.seconds:.1f} s",
+            f"  among them, {describe_special(self)}",
         ]
         if self.every_size:
             lines.append(
@@ -274,6 +277,33 @@ class Proof(Result):
                 f"      {line}" for line in describe_example(self.example).splitlines()
             ]
         return lines
+
+
+def describe_special(proof: Proof) -> str:
+    """Return in words which values are proved by themselves, and with which masks and
+    prompts: `patterns` of upref/proof/domain.py.
+
+    Args:
+        proof: of a loss.
+    """
+    equal, certain = "equal policies", "probabilities of 1"
+    if "logp_ref" in proof.reads:
+        equal += ", with an equal and with another reference"
+        certain += ", with both references"
+    padding = "padding of 0"
+    if proof.per_response:
+        padding = "padding with log-probabilities of 0"
+    words = (
+        f"with every mask of the last row, the others full: {equal}; all advantages 0; {padding}. "
+        "With full masks: advantages of 0 in some rows or one token, equal ones, 1 and -1; "
+        f"{certain}"
+    )
+    if proof.with_prompts:
+        words += (
+            ". All of these with one prompt; with a prompt for each row on full masks, "
+            "and where the last row has its last token alone"
+        )
+    return words
 
 
 def prove(
@@ -462,7 +492,8 @@ FEW = (
     Pattern(PAIR, zeros=frozenset({(1, 0), (1, 1)})),
     Pattern(((True,),), certain=True),
 )
-FEW_PROMPTS = (Pattern(PAIR, (7, 3)),)
+FEW_PROMPTS = (Pattern(PAIR, (7, 3)), Pattern(PAIR, (7, 3), on_policy=True))
+FEW_REFERENCES = (Pattern(PAIR, on_policy=True, free_reference=True),)
 
 
 def compare_few(loss: Loss, objective: Objective, hp: dict[str, Any]) -> Comparison:
@@ -497,10 +528,15 @@ def compare_few_losses(
     one_per_response = _has_one_per_response(loss, objective)
     optional = _optional_reads(loss, other, objective)
     seeing = _seeing(other, loss)
+    among: tuple[Pattern, ...] = FEW
+    if with_prompts:
+        among += FEW_PROMPTS
+    if "logp_ref" in optional:
+        among += FEW_REFERENCES
     return compare(
         gradient_of(loss),
         gradient_of(seeing),
-        (*FEW, *FEW_PROMPTS) if with_prompts else FEW,
+        among,
         per_response=one_per_response or _may_have_one(objective),
         reads=optional,
         seconds=seconds,
@@ -542,7 +578,8 @@ def _prove_losses(
         InputError: they differ, and the policies of the loss were read by position alone.
     """
     reads = _optional_reads(loss, other, objective)
-    among = sizes_up_to(rows, columns, _reads_prompts(loss, objective))
+    with_prompts = _reads_prompts(loss, objective)
+    among = sizes_up_to(rows, columns, with_prompts, "logp_ref" in reads)
     function, reference = gradient_of(loss), gradient_of(_seeing(other, loss))
     per_response = _has_one_per_response(loss, objective)
     of_responses = objective is not None and objective.level == "sequence_mean"
@@ -693,6 +730,7 @@ def _report(
         found.bounds_mean,
         tuple(sorted(found.reads)),
         tuple((b.number, b.line) for b in found.bounds),
+        with_prompts=any(pattern.group for pattern in found.patterns),
         read_as=read_as,
         remarks=remarks,
         seconds=found.seconds,
@@ -851,7 +889,9 @@ def _prove_terms(
     free = [Pattern(((True,) * t,) * b) for b, t in shapes]
     # where log π_ref - log π_θ is 0, a divisor may be 0
     equal = [replace(p, on_policy=True) for p in free]
+    # ... and where π_θ is 1, whether π_ref is 1 too or not
     certain = [replace(p, certain=True) for p in free]
+    certain += [replace(p, free_reference=True) for p in certain]
     of_term, of_known = term_of(term), term_of(known)
     found = compare(
         of_term,
