@@ -24,6 +24,7 @@ from tests.logs.simulator import (
 from upref.cli import main
 from upref.errors import InputError
 from upref.logs import audit, read
+from upref.logs.digits import Written, is_short, last_digit
 from upref.logs.names import SCALARS
 
 ROOT = Path(__file__).parents[2]
@@ -167,7 +168,7 @@ PLANTED = [
     ("trl", equal_rewards, "equal rewards", "note"),
     ("trl", entropy_is_a_sum, "entropy", "note"),
     ("trl", restart, "two runs", "note"),
-    ("trl", another_run, "two runs", "note"),
+    ("trl", another_run, "rows of a step", "note"),
     ("trl", nan_loss, "not a number", "note"),
     ("verl", put("actor/kl_loss", -0.01, [3, 7]), "k1 in the loss", "note"),
     ("verl", put("critic/advantages/mean", 9.0, [3]), "order", "failure"),
@@ -345,7 +346,9 @@ def test_a_deviation_of_0_is_said_of_each_prompt(norms, tmp_path):
     """
     rows = [
         {"step": step, "reward_std": std, "reward": 3.0, "grad_norm": norm}
-        for step, (std, norm) in enumerate(zip((0.5, 0.0, 0.6), norms, strict=True))
+        for step, (std, norm) in enumerate(
+            zip((0.5123, 0.0, 0.6012), norms, strict=True)
+        )
     ]
     (run,) = read(write_lines(rows, tmp_path / "log.jsonl"))
     (fact,) = audit(run).statements
@@ -360,9 +363,16 @@ def test_significant_digits_are_no_contradiction(seed, tmp_path):
     assert not findings_of(rows, tmp_path / "log.jsonl")
 
 
+UNROUNDED = 0.12345678901  # a number with all its digits
+
+
 def scores(step, **others):
     """Return a row of a log in which all responses have one score."""
-    least = {"critic/score/min": 1.0, "critic/score/max": 1.0, "actor/grad_norm": 0.123}
+    least = {
+        "critic/score/min": 1.0,
+        "critic/score/max": 1.0,
+        "actor/grad_norm": UNROUNDED,
+    }
     return {"step": step} | least | others
 
 
@@ -398,12 +408,214 @@ def test_a_number_that_was_rounded_to_0_is_no_0(others, tmp_path):
 
 
 def test_a_step_without_a_lowest_reward_does_not_make_rewards_fractions(tmp_path):
-    frozen = {"frac_reward_zero_std": 1.0, "critic/score/max": 1.0, "grad_norm": 0.123}
+    frozen = {"frac_reward_zero_std": 1.0, "critic/score/max": 1.0}
+    frozen["grad_norm"] = UNROUNDED
     rows = [{"step": step, "critic/score/min": 1.0} | frozen for step in range(4)]
     del rows[1]["critic/score/min"]
     (run,) = read(write_lines(rows, tmp_path / "log.jsonl"))
     (equal,) = (s for s in audit(run).statements if s.name == "equal rewards")
     assert "grad_norm" in equal.text and "rounding" not in equal.text
+
+
+# ---- digits --------------------------------------------------------------------------
+def log_from(lines, tmp_path, suffix=".csv"):
+    """Return the report on a log of these lines."""
+    path = tmp_path / f"lines{suffix}"
+    path.write_text("\n".join(lines) + "\n")
+    (run,) = read(path)
+    return audit(run)
+
+
+ROUNDED = {
+    "4 of 1024 responses are cut off, to two decimals": (
+        "step,completions/mean_length,completions/mean_terminated_length,completions/clipped_ratio",
+        "1,489.3818,483.0425,0.01",
+        "2,478.3066,476.1667,0.00",
+    ),
+    "a smallest ratio of 0.7962 is clamped to 0.8": (
+        "step,probs_ratio_min,probs_ratio_max,probs_ratio_clamped_min,probs_ratio_clamped_max,probs_ratio,probs_ratio_clamped",
+        "1,0.80,1.20,0.80,1.20,1.000514,1.000537",
+    ),
+    "1 of 256 prompts has different rewards": (
+        "step,frac_reward_zero_std,grad_norm",
+        *("1,0.98,0.1939", "2,1.00,0.2241", "3,1.00,0.1829", "4,0.99,0.2124"),
+    ),
+    "rewards in [0.96, 1], to one decimal": (
+        "step,critic/score/min,critic/score/max,critic/score/mean,actor/grad_norm",
+        *("1,0.9,1.0,0.94973,0.2187", "2,1.0,1.0,0.97972,0.2122"),
+    ),
+    "the same without a mean": (
+        "step,critic/score/min,critic/score/max,actor/grad_norm",
+        *("1,0.9,1.0,0.218712345678", "2,1.0,1.0,0.212212345678"),
+    ),
+    "57 of 200,000 tokens are clipped": (
+        "step,actor/pg_clipfrac,actor/ppo_kl,actor/grad_norm",
+        *(f"{step},0.000,0.000387,0.213930312345" for step in range(4)),
+    ),
+    "a later run writes four decimals": (
+        "step,clip_ratio/low_mean,clip_ratio/high_mean,clip_ratio/region_mean",
+        *("1,0.00123411,0.00341207,0.00464618", "2,0.0013,0.0033,0.0047"),
+    ),
+    "a mean of 2047 in three significant digits": (
+        "step,response_length/mean,response_length/max,actor/entropy",
+        *("1,2.05e+03,2047,0.4123", "2,1.98e+03,2047,0.3981"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ROUNDED)
+def test_rounding_alone_is_no_finding(what, tmp_path):
+    assert not log_from(ROUNDED[what], tmp_path).statements
+
+
+def test_digits_of_another_row_do_not_count_in_json(tmp_path):
+    """The first row has four decimals of 0.31214, 0.30936 and 0.00278."""
+    names = ("training_log_ppl", "rollout_log_ppl", "log_ppl_diff")
+    full = (0.2987184226512909, 0.2961113452911377, 0.0026070773601532)
+    rows = [
+        {"step": step}
+        | {f"rollout_corr/{n}": x for n, x in zip(names, row, strict=True)}
+        for step, row in enumerate([(0.3121, 0.3094, 0.0028), full])
+    ]
+    (run,) = read(write_lines(rows, tmp_path / "log.jsonl"))
+    assert not audit(run).statements
+
+
+def test_digits_of_its_own_show_an_exact_number(tmp_path):
+    """With all digits, the same logs contradict themselves or state a fact."""
+    lengths = log_from(
+        (
+            "step,completions/mean_length,completions/mean_terminated_length,completions/clipped_ratio",
+            "1,489.3818,483.0425,0.01171875",
+            "2,478.3066,476.1667,0.0",
+            "3,482.1582,477.3537,0.00878906",
+        ),
+        tmp_path,
+    )
+    assert [s.name for s in lengths.failures] == ["lengths"]
+    clipped = log_from(
+        ("step,pg_clipfrac", *(f"{step},0.0000000" for step in range(4))), tmp_path
+    )
+    (fact,) = clipped.facts
+    assert "no token was clipped. With one update" in fact.text
+
+
+def test_a_column_without_digits_is_stated_with_a_reserve(tmp_path):
+    rows = [
+        {"step": step, "pg_clipfrac": 0.0, "ppo_kl": 0.0004, "grad_norm": UNROUNDED}
+        for step in range(4)
+    ]
+    (run,) = read(write_lines(rows, tmp_path / "log.jsonl"))
+    (fact,) = audit(run).statements
+    assert fact.text.endswith("no token was clipped, unless pg_clipfrac is rounded.")
+
+
+@pytest.mark.parametrize(
+    ("text", "exponent", "short"),
+    [
+        ("0.80", -2, False),
+        ("0.8", -1, False),
+        ("1.0", 0, True),
+        ("0.0", 0, True),
+        ("0.000", -3, False),
+        ("0.5", -1, True),
+        ("0.0625", -4, False),
+        ("2.05e+03", 1, False),
+        ("4096", 0, True),
+        ("12340.0", 1, True),
+        ("4000.0", 1, True),
+        ("400.0", 0, True),
+        ("1e-05", -5, False),
+        ("0e999", 300, False),
+    ],
+)
+def test_the_last_digit_is_read_from_the_text(text, exponent, short):
+    number = Written(text)
+    assert (last_digit(number), is_short(number)) == (exponent, short)
+
+
+# ---- several rows for one step ---------------------------------------------------------
+SEVERAL_ROWS = {
+    "an evaluation": [
+        {"step": 1, "response_length/mean": 310.5, "response_length/max": 1024},
+        {"step": 1, "response_length/mean": 1460.2},
+        {"step": 2, "response_length/mean": 322.0, "response_length/max": 1024},
+    ],
+    "two phases": [
+        {"step": 1, "response_length/mean": 310.5, "response_length/max": 512},
+        {"step": 2, "response_length/mean": 322.0, "response_length/max": 512},
+        {"step": 1, "response_length/mean": 1310.5},
+        {"step": 2, "response_length/mean": 1402.0, "response_length/max": 4096},
+    ],
+    "one scalar in a row": [
+        {"step": 1, "response_length/mean": 310.5},
+        {"step": 1, "response_length/mean": 1310.5},
+        {"step": 1, "response_length/max": 512},
+        {"step": 1, "response_length/max": 4096},
+    ],
+}
+
+
+@pytest.mark.parametrize("what", SEVERAL_ROWS)
+def test_numbers_of_two_rows_of_a_step_are_not_compared(what, tmp_path):
+    rows = SEVERAL_ROWS[what]
+    (run,) = read(write_lines(rows, tmp_path / "log.jsonl"))
+    report = audit(run)
+    (note,) = report.statements
+    assert note.severity == "note" and "mini-batches, epochs, phases" in note.text
+    assert report.steps == len({row["step"] for row in rows}) < report.rows
+
+
+def test_a_contradiction_in_one_row_of_a_step_is_found(tmp_path):
+    rows = [
+        {"step": 1, "response_length/mean": 310.5, "response_length/max": 512},
+        {"step": 1, "response_length/mean": 1310.5, "response_length/max": 600},
+    ]
+    (run,) = read(write_lines(rows, tmp_path / "log.jsonl"))
+    (failure,) = audit(run).failures
+    assert "1310.5" in failure.text and "at step 1:" in failure.text
+
+
+# ---- one quantity, one unit ------------------------------------------------------------
+def test_extremes_of_ratios_alone_are_judged(tmp_path):
+    keys = "step,probs_ratio_min,probs_ratio_max,probs_ratio_clamped_min,probs_ratio_clamped_max"
+    (failure,) = log_from((keys, "1,0.9,1.1,0.7,1.4"), tmp_path).failures
+    assert failure.name == "clip"
+
+
+def test_two_trends_of_one_slope_are_no_sum(tmp_path):
+    entropy = (0.5, 0.5102, 0.5194, 0.5309, 0.5391, 0.5508, 0.5602, 0.5697, 0.5801)
+    length = (1000, 1022.1, 1037, 1063.2, 1079.9, 1099, 1122.4, 1138.1, 1161.5)
+    rows = [
+        {"step": n, "entropy": x, "response_length/mean": y}
+        for n, (x, y) in enumerate(zip(entropy, length, strict=True))
+    ]
+    (run,) = read(write_lines(rows, tmp_path / "log.jsonl"))
+    assert not audit(run).statements
+
+
+def test_a_share_may_be_in_percent(tmp_path):
+    usual = log_from(("step,pg_clipfrac", "1,1.2", "2,0.9", "3,1.4"), tmp_path)
+    (note,) = usual.statements
+    assert note.severity == "note" and "unless the column is in percent" in note.text
+    negative = log_from(("step,pg_clipfrac", "1,-1.2", "2,1.9"), tmp_path)
+    assert negative.failures
+
+
+def test_a_reward_is_compared_with_scores_of_its_own_family(tmp_path):
+    shaped = {"step": 1, "reward": 1.81, "critic/score/max": 1.0, "actor/entropy": 0.41}
+    of_family = shaped | {"critic/score/mean": 0.61}
+    for row, mean in ((shaped, "reward"), (of_family, "critic/score/mean")):
+        (run,) = read(write_lines([row], tmp_path / "log.jsonl"))
+        report = audit(run)
+        assert report.recognized["reward_mean"] == mean and not report.statements
+
+
+def test_an_entropy_of_the_other_sign_is_not_ordered(tmp_path):
+    row = {"step": 1, "entropy_loss": -0.41, "entropy/all/min": 0.0003}
+    path = write_lines([row], tmp_path / "log.jsonl")
+    (run,) = read(path)
+    assert not audit(run, {"entropy": "entropy_loss"}).statements
 
 
 def test_the_record_of_real_runs_has_what_the_page_says_of_it():

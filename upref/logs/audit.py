@@ -21,11 +21,11 @@ from typing import Any, Literal
 import numpy as np
 
 from upref.errors import InputError
-from upref.logs.names import SCALARS, bare, recognize
-from upref.logs.read import Numbers, Run
+from upref.logs.digits import Numbers
+from upref.logs.names import ORDERED, SCALARS, bare, family, recognize
+from upref.logs.read import Run, Steps
 from upref.result import Result, name_first
 
-Steps = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Severity = Literal["failure", "note", "fact"]
 SINGLE = 1e-5  # relative error of a mean that float32 computes of many tokens
 ROUNDED_KL = 1e-6  # how far float32 rounds a KL of 0 by k3 below 0
@@ -36,6 +36,7 @@ MOST_ENTROPY = 20.0
 STEPS_NAMED = 8
 WIDTH = 118  # of a line of the report
 PROPORTIONAL = 0.02  # relative spread of a ratio that is taken as constant
+FOLLOWS = 0.3  # of the spread of changes, that is left of those that follow others
 VARIED = 0.03  # relative spread of a number that varies
 # scalars of any sign that a law relates to another one
 RELATED = (
@@ -49,11 +50,14 @@ RELATED = (
     "ref_log_probs",
 )
 BY_K3 = ("kl_k3", "sampler_k3", "gap_js")
+OF_CLAMP = ("ratio_min", "ratio_max", "clamped_min", "clamped_max")
 ONE_TOKEN = 1e-6  # about the share of one token of a step
 ONE_RESPONSE = 1e-4  # the same of one response
 ONE_PROMPT = 1e-3  # the same of one prompt
+PERCENT = 100.0
 OFTEN = 0.25  # share of the steps from which on a fact is worth a note
 NEGATED_ENTROPY = "entropy_loss"  # some trainers log minus the entropy under this name
+UNLESS_ROUNDED = ", unless {} is rounded"
 FEWEST = 4  # steps from which a relation of two columns is read off
 
 
@@ -91,6 +95,7 @@ class LogReport(Result):
         recognized: scalar of `upref.logs.names.SCALARS` -> column.
         columns: how many columns the log has.
         statements: contradictions first, then notes, then facts.
+        rows: how many; more than steps where a step has several.
     """
 
     run: str
@@ -101,6 +106,7 @@ class LogReport(Result):
     recognized: dict[str, str]
     columns: int
     statements: tuple[Statement, ...] = field(default=())
+    rows: int = 0
 
     def __bool__(self) -> bool:
         return not self.failures
@@ -137,8 +143,9 @@ class LogReport(Result):
         span = f", {self.first:g} to {self.last:g}" if self.steps > 1 else ""
         name = f"{self.file}, {self.run}" if self.run else self.file
         noun = "logged step" if self.steps == 1 else "logged steps"
+        rows = f", in {self.rows} rows" if self.rows > self.steps else ""
         lines = [
-            f"{name}: {self.steps} {noun}{span}; {len(self.recognized)} of {self.columns} columns are known scalars"
+            f"{name}: {self.steps} {noun}{span}{rows}; {len(self.recognized)} of {self.columns} columns are known scalars"
         ]
         if verbose:
             lines += [
@@ -160,10 +167,21 @@ class Known:
 
     run: Run
     column: dict[str, str]  # scalar -> column
+    given: frozenset[str] = frozenset()  # scalars whose column the user named
 
     def has(self, *keys: str) -> bool:
         """Return whether the log has all of these scalars."""
         return all(key in self.column for key in keys)
+
+    def are_of_one_family(self, *keys: str) -> bool:
+        """Return whether the log has all of these scalars, in columns of one family:
+        `reward` and `critic/score/max` may be two quantities. A column that the user
+        named is of every family.
+        """
+        if not self.has(*keys):
+            return False
+        families = {family(self.column[key]) for key in keys if key not in self.given}
+        return len(families) <= 1
 
     def lone(self) -> bool:
         """Return whether no law applies: one scalar that may be any number, or several
@@ -172,27 +190,31 @@ class Known:
         related = sum(key in RELATED for key in self.column)
         has_sign = self.has("kl_loss") or self.has("kl")
         are_unbounded = all(SCALARS[key].kind == "any" for key in self.column)
-        return related < 2 and not has_sign and are_unbounded
+        are_ordered = self.has(*OF_CLAMP)
+        for group in ORDERED:
+            for pair in pairwise(filter(self.has, group)):
+                are_ordered = are_ordered or self.are_of_one_family(*pair)
+        return related < 2 and not has_sign and are_unbounded and not are_ordered
+
+    def is_negated(self, key: str) -> bool:
+        """Return whether an entropy is logged as a loss, with the other sign."""
+        if bare(self.column[key]) != NEGATED_ENTROPY:
+            return False
+        x = self.values(key)
+        return bool((x[np.isfinite(x)] <= 0).all())
 
     def values(self, key: str) -> Numbers:
-        """Return the numbers of a scalar, one for each step, [N]; NaN where a step has
+        """Return the numbers of a scalar, one for each row, [N]; NaN where a row has
         none.
         """
         return self.run.columns[self.column[key]]
 
     def error(self, key: str) -> Numbers:
         """Return how far each number of a scalar may be from what was computed, [N]:
-        half its last digit, and the rounding of float32. A log may keep as many decimals
-        of all numbers, or as many significant digits, as `f"{x:.4g}"` does. The larger
-        error counts.
+        half its own last digit, and the rounding of float32.
         """
         column = self.column[key]
-        size = np.abs(self.values(key))
-        decimals = self.run.half_digit[column]
-        with np.errstate(divide="ignore"):
-            first = np.floor(np.log10(size))  # the exponent of its first digit
-        significant = 0.5 * 10.0 ** (first + 1 - self.run.digits.get(column, 17))
-        error: Numbers = np.maximum(decimals, significant) + SINGLE * size
+        error: Numbers = self.run.half_digit[column] + SINGLE * np.abs(self.values(key))
         return error
 
     def errors(self, keys: Sequence[str]) -> Numbers:
@@ -200,19 +222,23 @@ class Known:
         total: Numbers = np.sum([self.error(key) for key in keys], axis=0)
         return total
 
-    def is_finer(self, key: str, digit: float) -> bool:
-        """Return whether half a unit of the last digit that was written of the scalar
-        is below `digit`.
+    def shows(self, keys: Sequence[str], digit: float) -> Steps:
+        """Return whether the columns of all these scalars show so small a difference as
+        `digit`, [N]: then a 0 or a 1 is no rounded number.
         """
-        return self.run.half_digit[self.column[key]] < digit
+        halves = [self.run.shown[self.column[key]] for key in keys]
+        shows: Steps = np.max(halves, axis=0) < digit
+        return shows
 
-    def keeps(self, digit: float) -> bool:
-        """Return whether some scalar is written that finely, so that the log does not
-        round a number of that size to 0.
+    def may_show(self, keys: Sequence[str], digit: float) -> Steps:
+        """Return whether the columns of all these scalars may show so small a
+        difference, as nothing in them hints at coarser digits, and another number of
+        that row is not rounded, [N].
         """
-        # 0 is the half digit of a scalar without a finite number: it tells nothing
-        halves = [self.run.half_digit[column] for column in self.column.values()]
-        return any(0 < half < digit for half in halves)
+        hinted = [self.run.hinted[self.column[key]] for key in keys]
+        may_be = [(half < digit) | np.isinf(half) for half in hinted]
+        may_show: Steps = np.all(may_be, axis=0) & self.run.unrounded
+        return may_show
 
     def state(
         self,
@@ -249,7 +275,9 @@ class Known:
             else:
                 of_first[key] = number
         steps = self.run.steps
-        if where.sum() == 1:  # the text names it as {step}
+        if (
+            len({s for s, w in zip(steps, where, strict=True) if w}) == 1
+        ):  # the text names it as {step}
             text = text.replace(" ({steps})", "")
         sentence = text.format(
             *columns,
@@ -257,7 +285,7 @@ class Known:
             steps=name_steps(steps, where),
             **of_first,
         )
-        at = tuple(s for s, w in zip(steps, where, strict=True) if w)
+        at = tuple(dict.fromkeys(s for s, w in zip(steps, where, strict=True) if w))
         return [Statement(severity, name, sentence, at, columns)]
 
 
@@ -281,7 +309,7 @@ def audit(run: Run, names: dict[str, str] | None = None) -> LogReport:
             f"{run.file} has no scalar that upref logs knows: its columns are {first}, .... Name them, for example "
             "--map kl_loss=COLUMN --map entropy=COLUMN."
         )
-    known = Known(run, found)
+    known = Known(run, found, frozenset(names or {}))
     if known.lone():
         raise InputError(
             f"{run.file}: of its columns upref logs knows {', '.join(found.values())}, and no law relates them: export "
@@ -294,12 +322,13 @@ def audit(run: Run, names: dict[str, str] | None = None) -> LogReport:
     return LogReport(
         run.name,
         run.file,
-        len(steps),
+        len(steps) - run.further,
         min(steps, default=math.nan),
         max(steps, default=math.nan),
         found,
         len(run.columns),
         tuple(statements),
+        len(steps),
     )
 
 
@@ -311,19 +340,20 @@ def name_steps(steps: Sequence[float], where: Steps) -> str:
         steps: of the run, [N].
         where: [N], True at those that are meant.
     """
-    at = [s for s, w in zip(steps, where, strict=True) if w]
+    at = list(dict.fromkeys(s for s, w in zip(steps, where, strict=True) if w))
+    count = len(set(steps))
     if len(at) == 1:
         return f"at step {at[0]:g}"
-    if len(at) == len(steps):
-        return f"at all {len(steps)} steps"
+    if len(at) == count:
+        return f"at all {count} steps"
     listed = name_first([f"{s:g}" for s in at], STEPS_NAMED)
-    return f"at {len(at)} of {len(steps)} steps: {listed}"
+    return f"at {len(at)} of {count} steps: {listed}"
 
 
 # ---- each number by itself -----------------------------------------------------------
 def possible_numbers(known: Known) -> Iterator[Statement]:
     """Yield a failure where a share is outside [0, 1], or a length, a deviation or a
-    norm is below its least value.
+    norm is below its least value; a note where a share may be in percent.
     """
     for key in known.column:
         kind = SCALARS[key].kind
@@ -331,22 +361,32 @@ def possible_numbers(known: Known) -> Iterator[Statement]:
         error = known.error(key)
         if kind == "any" or key in BY_K3:  # `negative_k3` judges these
             continue
-        may_be_negated = bare(known.column[key]) == NEGATED_ENTROPY
-        if may_be_negated and (x[np.isfinite(x)] <= 0).all():
-            continue  # it is logged as a loss, with the other sign
+        if known.is_negated(key):
+            continue
         least = 1.0 if kind == "at least 1" else 0.0
-        most = 1.0 if kind == "share" else math.inf
-        wrong = (x < least - error - 1e-6) | (x > most + error + 1e-6)
+        below = x < least - error - 1e-6
+        above = np.zeros(len(x), dtype=bool)
+        if kind == "share":
+            above = _above_one(known, key)
+        may_be_percent = above.any() and not below.any() and not (x > PERCENT).any()
+        is_usual = above.sum() >= np.isfinite(x).sum() / 2
         yield from known.state(
-            "failure",
+            "note" if may_be_percent and is_usual else "failure",
             "range",
-            wrong,
+            below | above,
             [key],
-            "{0} is {x:.6g} at step {step}, and {words} is {kind} ({steps}).",
+            "{0} is {x:.6g} at step {step}, and {words} is {kind}{percent} ({steps}).",
             x=x,
             words=SCALARS[key].words,
             kind="in [0, 1]" if kind == "share" else kind,
+            percent=", unless the column is in percent" if may_be_percent else "",
         )
+
+
+def _above_one(known: Known, key: str) -> Steps:
+    """Return where a share is above 1, as one in percent may be, [N]."""
+    above: Steps = known.values(key) > 1 + known.error(key) + 1e-6
+    return above
 
 
 def negative_k3(known: Known) -> Iterator[Statement]:
@@ -389,8 +429,8 @@ def not_numbers(known: Known) -> Iterator[Statement]:
 
 
 def one_run(known: Known) -> Iterator[Statement]:
-    """Yield a note that the file may hold two runs: a step has two numbers in a column,
-    or the tokens since the start fall.
+    """Yield a note that a step has two numbers in a column, and one that the tokens
+    since the start fall.
     """
     # an evaluation of the same step repeats times and the like, which are no scalars here
     repeated = {
@@ -400,11 +440,11 @@ def one_run(known: Known) -> Iterator[Statement]:
     }
     yield from known.state(
         "note",
-        "two runs",
+        "rows of a step",
         np.isin(known.run.steps, sorted(repeated)),
         [],
-        "a column has two different numbers for one step {steps}: two runs in one file, or one that was resumed. The "
-        "last number of each step is used.",
+        "a column has two different numbers for one step {steps}. The rows may be of mini-batches, epochs, phases or an "
+        "evaluation, of two runs in one file, or of one that was resumed. Each row is judged by itself.",
     )
     if known.has("tokens_seen"):
         x = known.values("tokens_seen")
@@ -422,28 +462,17 @@ def one_run(known: Known) -> Iterator[Statement]:
 
 
 # ---- several numbers of one quantity -------------------------------------------------
-ORDERED = (
-    ("reward_min", "reward_mean", "reward_max"),
-    ("advantage_min", "advantage_mean", "advantage_max"),
-    ("length_min", "length_mean", "length_max"),
-    ("ended_min", "ended_mean", "ended_max"),
-    ("ended_max", "length_max"),
-    ("sampler_ratio_min", "sampler_ratio_mean", "sampler_ratio_max"),
-    ("gap_mean", "gap_max"),
-    ("entropy_min", "entropy", "entropy_max"),
-    ("sampler_k3", "sampler_k3_max"),
-    ("ratio_min", "ratio_mean", "ratio_max"),
-    ("clamped_min", "clamped_max"),
-    ("log_ppl_diff", "log_ppl_abs_diff"),
-)
-
-
 def in_order(known: Known) -> Iterator[Statement]:
     """Yield a failure where the smallest number is above the mean, or the mean above
     the largest: of each pair of neighbors in a row of ORDERED that the log has.
     """
     for group in ORDERED:
-        for low, high in pairwise(filter(known.has, group)):
+        there = [k for k in group if known.has(k) and not known.is_negated(k)]
+        if len(there) == 3 and not known.are_of_one_family(*there):
+            there = [there[0], there[2]]  # the mean may be of another quantity
+        for low, high in pairwise(there):
+            if not known.are_of_one_family(low, high):
+                continue
             x, y = known.values(low), known.values(high)
             yield from known.state(
                 "failure",
@@ -463,7 +492,7 @@ def spread_of_rewards(known: Known) -> Iterator[Statement]:
     their range, which it is at most (n = 2, divided by n - 1).
     """
     keys = ("reward_std", "reward_min", "reward_max")
-    if known.has(*keys):
+    if known.are_of_one_family(*keys):
         std, low, high = map(known.values, keys)
         yield from known.state(
             "failure",
@@ -482,14 +511,12 @@ def none_was_cut(known: Known) -> Iterator[Statement]:
     """Yield a failure where no response was cut off, and the lengths of the responses
     that ended are not those of all responses.
     """
-    if not known.has("truncated") or not known.is_finer("truncated", 0.01):
+    if not known.has("truncated"):
         return
-    if not known.keeps(ONE_RESPONSE):
-        return
-    whole = known.values("truncated") == 0
+    whole = (known.values("truncated") == 0) & known.shows(["truncated"], ONE_RESPONSE)
     for end in ("mean", "min", "max"):
         keys = ("truncated", f"ended_{end}", f"length_{end}")
-        if known.has(*keys):
+        if known.are_of_one_family(*keys):
             x, y = known.values(keys[1]), known.values(keys[2])
             yield from known.state(
                 "failure",
@@ -508,7 +535,7 @@ def shares_of_clipped(known: Known) -> Iterator[Statement]:
     to that of clipped tokens: no token is clipped on both sides at once.
     """
     keys = ("clip_low", "clip_high", "clip_fraction")
-    if known.has(*keys):
+    if known.are_of_one_family(*keys):
         low, high, both = map(known.values, keys)
         yield from known.state(
             "failure",
@@ -532,9 +559,9 @@ def clipped_at_one(known: Known) -> Iterator[Statement]:
     share = known.values("clip_fraction")
     is_clipped = share > known.error("clip_fraction")
     extremes = ("ratio_min", "ratio_max")
-    if known.has(*extremes) and all(known.is_finer(key, 1e-5) for key in extremes):
+    if known.has(*extremes) and known.shows(extremes, 1e-5).any():
         distances = np.stack([np.abs(known.values(key) - 1) for key in extremes])
-        are_one = (distances < 1e-6).all(0)
+        are_one = (distances < 1e-6).all(0) & known.shows(extremes, 1e-5)
         yield from known.state(
             "failure",
             "clip",
@@ -543,11 +570,12 @@ def clipped_at_one(known: Known) -> Iterator[Statement]:
             "{0} is {share:.4g}, and {1} and {2} are 1 at step {step}: a ratio of 1 is never clipped ({steps}).",
             share=share,
         )
-    elif known.has("kl_old") and known.is_finer("kl_old", 1e-9):
+    elif known.has("kl_old"):
+        is_zero = (known.values("kl_old") == 0) & known.shows(["kl_old"], 1e-9)
         yield from known.state(
             "note",
             "clip",
-            is_clipped & (known.values("kl_old") == 0),
+            is_clipped & is_zero,
             ["clip_fraction", "kl_old"],
             "{0} is {share:.4g}, and {1}, the mean of log π_old - log π_θ, is exactly 0 at step {step}: with ratios "
             "other than 1 a mean is 0 by chance alone, and a ratio of 1 is never clipped. The two may be of different "
@@ -560,20 +588,31 @@ def never_clipped(known: Known) -> Iterator[Statement]:
     """Yield the fact that no token was clipped, where the share is 0 at all steps, of
     which there are FEWEST at least.
     """
-    if not known.has("clip_fraction") or not known.keeps(ONE_TOKEN):
+    keys = ["clip_fraction"]
+    if not known.has(*keys):
         return
-    x = known.values("clip_fraction")
+    x = known.values(keys[0])
     there = np.isfinite(x)
-    if there.sum() >= FEWEST and (x[there] == 0).all():
-        yield from known.state(
-            "fact",
-            "clip",
-            there,
-            ["clip_fraction"],
-            "{0} is 0 at all {count} steps: no token was clipped. With one update for each batch, r is 1 and "
-            "this is always so.",
-            count=int(there.sum()),
-        )
+    if there.sum() < FEWEST or (x[there] != 0).any():
+        return
+    is_shown = known.shows(keys, ONE_TOKEN)[there].all()
+    if not is_shown and not known.may_show(keys, ONE_TOKEN)[there].all():
+        return  # a clipped token may have been rounded away
+    has_moved = False
+    if known.has("kl_old"):
+        has_moved = bool((np.abs(known.values("kl_old")) > ROUNDED_KL).any())
+    text = "{0} is 0 at all {count} steps: no token was clipped{unless}."
+    if not has_moved:
+        text += " With one update for each batch, r is 1 and this is always so."
+    yield from known.state(
+        "fact",
+        "clip",
+        there,
+        keys,
+        text,
+        count=int(there.sum()),
+        unless="" if is_shown else UNLESS_ROUNDED.format(known.column[keys[0]]),
+    )
 
 
 def clamped_ratios(known: Known) -> Iterator[Statement]:
@@ -581,7 +620,7 @@ def clamped_ratios(known: Known) -> Iterator[Statement]:
     their sums differ although the extremes are equal: a clamp to an interval around 1
     moves a ratio towards 1, and moves nothing where the extremes stay.
     """
-    keys = ("ratio_min", "ratio_max", "clamped_min", "clamped_max")
+    keys = OF_CLAMP
     if not known.has(*keys):
         return
     low, high, clamped_low, clamped_high = map(known.values, keys)
@@ -606,10 +645,13 @@ def clamped_ratios(known: Known) -> Iterator[Statement]:
     if known.has(*sums):
         x, y = map(known.values, sums)
         is_inside = (low == clamped_low) & (high == clamped_high)
+        # extremes that are equal in the digits that were written may still differ, and
+        # each ratio is clamped by that difference at most; a sum of U means is about U
+        hidden = known.errors(keys) * np.maximum(np.abs(x), 1)
         yield from known.state(
             "failure",
             "clip",
-            is_ratio & is_inside & (np.abs(x - y) > known.errors(sums)),
+            is_ratio & is_inside & (np.abs(x - y) > known.errors(sums) + hidden),
             [*sums, *keys],
             "{2} and {3} are inside the clip range at step {step}, so no ratio is clamped, but {0} is {x:.6g} and {1} is "
             "{y:.6g} ({steps}).",
@@ -734,14 +776,14 @@ def factor_of_zero(known: Known) -> Iterator[Statement]:
     exactly 0, which exp is not unless it underflows.
     """
     keys = ["sampler_ratio_min", "gap_mean", "length_max"]
-    if not known.has(*keys) or not known.is_finer(keys[0], 1e-6):
+    if not known.has(*keys):
         return
     x, gap, length = map(known.values, keys)
     usual = gap * length
     yield from known.state(
         "fact",
         "dropped",
-        (x == 0) & (usual < UNDERFLOW / 4),
+        (x == 0) & known.shows(keys[:1], 1e-6) & (usual < UNDERFLOW / 4),
         keys,
         "{0} is exactly 0 {steps}. At step {step} the gap of a token is {gap:.3g} nats on average and the longest response "
         "has {length:.0f} tokens, so its log ratio is about {usual:.2g} nats or less; float32 rounds exp to 0 from "
@@ -885,7 +927,9 @@ def equal_rewards(known: Known) -> Iterator[Statement]:
     if known.has("equal_groups"):
         keys = ("equal_groups",)
         equal = known.values("equal_groups") == 1
-    elif known.has("reward_min", "reward_max"):
+        if _above_one(known, "equal_groups").any():
+            return  # it is in percent
+    elif known.are_of_one_family("reward_min", "reward_max"):
         keys = ("reward_min", "reward_max")
         equal = known.values("reward_min") == known.values("reward_max")
         what = "all rewards are equal"
@@ -894,12 +938,26 @@ def equal_rewards(known: Known) -> Iterator[Statement]:
         equal = known.values("reward_std") == 0
     else:
         return
-    if len(keys) == 1 and not known.keeps(ONE_PROMPT):
-        return  # one prompt with different rewards may have been rounded away
+    # else one prompt with different rewards may have been rounded away
+    is_shown = known.shows(keys, ONE_PROMPT)
+    may_be_exact = known.may_show(keys, ONE_PROMPT)
+    if known.are_of_one_family("reward_mean", *keys) and len(keys) == 2:
+        mean = known.values("reward_mean")
+        is_off = np.abs(mean - known.values("reward_max")) > known.error("reward_mean")
+        equal = equal & ~is_off
+        # a mean that is the largest reward, to digits of its own
+        is_shown |= np.isfinite(mean) & known.shows(["reward_mean"], ONE_RESPONSE)
+    equal = equal & (is_shown | may_be_exact)
+    unless = ""
+    if (equal & ~is_shown).any():
+        unless = UNLESS_ROUNDED.format(known.column[keys[-1]])
     if known.has("advantage_min", "advantage_max"):
         for key in ("advantage_min", "advantage_max"):  # a KL may be part of the reward
             equal = equal & ~(np.abs(known.values(key)) > known.error(key))
-    text = what + " {steps}: an advantage within the group (GRPO, RLOO) is 0 there."
+    text = (
+        what
+        + " {steps}{unless}: an advantage within the group (GRPO, RLOO) is 0 there."
+    )
     severity: Severity = "fact"
     named: list[str] = [*keys]
     # median norm of the gradient at these steps, and at the others
@@ -929,6 +987,7 @@ def equal_rewards(known: Known) -> Iterator[Statement]:
         equal,
         named,
         text,
+        unless=unless,
         grad=known.column.get("grad_norm", ""),
         at=at,
         elsewhere=elsewhere,
@@ -957,7 +1016,7 @@ def entropy_of_length(known: Known) -> Iterator[Statement]:
         "over the tokens of a response, and grows with the length ({steps}).",
         x=x,
     )
-    if not known.has("length_mean"):
+    if not known.has("length_mean") or known.is_negated("entropy"):
         return
     length = known.values("length_mean")
     there = np.isfinite(x) & np.isfinite(length) & (length > 0)
@@ -966,15 +1025,20 @@ def entropy_of_length(known: Known) -> Iterator[Statement]:
     share = x[there] / length[there]
     spread = _relative_spread(share)
     varied = min(_relative_spread(x[there]), _relative_spread(length[there]))
-    if spread < min(PROPORTIONAL, varied / 5) and varied > VARIED:
+    changes = np.diff(x[there])
+    # two smooth trends of one slope have one ratio too, but not the same changes
+    left = changes - share.mean() * np.diff(length[there])
+    follows = left.std() < FOLLOWS * changes.std()
+    is_constant = spread < min(PROPORTIONAL, varied / 5)
+    if is_constant and follows and varied > VARIED:
         yield from known.state(
             "note",
             "entropy",
             there,
             ["entropy", "length_mean"],
             "{0} is {share:.4g} times {1} at all {count} steps, to {spread:.1f} %, while both vary by {varied:.0f} % and "
-            "more. So it is a sum over the tokens of a response, or was multiplied by the length: a mean over tokens does "
-            "not follow the length so closely.",
+            "more, and their changes from step to step agree. It may be a sum over the tokens of a response, or be "
+            "multiplied by the length: a mean over tokens seldom follows the length so closely.",
             share=float(share.mean()),
             count=int(there.sum()),
             spread=100 * spread,

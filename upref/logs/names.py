@@ -314,12 +314,36 @@ STEPS = (
     "_step",
 )
 EVALUATION = ("eval/", "eval_", "val/", "val-", "val_", "test/")
+# the smallest, the mean and the largest number of a quantity: each is at most the next
+ORDERED = (
+    ("reward_min", "reward_mean", "reward_max"),
+    ("advantage_min", "advantage_mean", "advantage_max"),
+    ("length_min", "length_mean", "length_max"),
+    ("ended_min", "ended_mean", "ended_max"),
+    ("ended_max", "length_max"),
+    ("sampler_ratio_min", "sampler_ratio_mean", "sampler_ratio_max"),
+    ("gap_mean", "gap_max"),
+    ("entropy_min", "entropy", "entropy_max"),
+    ("sampler_k3", "sampler_k3_max"),
+    ("ratio_min", "ratio_mean", "ratio_max"),
+    ("clamped_min", "clamped_max"),
+    ("log_ppl_diff", "log_ppl_abs_diff"),
+)
+# scalars that a law compares where their columns are of one family
+TOGETHER = (*ORDERED, ("clip_low", "clip_high", "clip_fraction"))
 BY_NAME = {name: key for key, scalar in SCALARS.items() for name in scalar.names}
 
 
 def bare(column: str) -> str:
     """Return the name without a leading "train/"."""
     return column.removeprefix("train/")
+
+
+def family(column: str) -> str:
+    """Return the name before its last "/", as critic/score of critic/score/max: columns
+    of two families may be of two quantities.
+    """
+    return bare(column).rpartition("/")[0]
 
 
 def recognize(columns: Iterable[str], given: Mapping[str, str]) -> dict[str, str]:
@@ -330,7 +354,8 @@ def recognize(columns: Iterable[str], given: Mapping[str, str]) -> dict[str, str
         given: scalar -> column, from the user; these come first.
 
     Returns:
-        Scalar -> column. Of several columns with known names, the first one.
+        Scalar -> column. Of several columns with known names, the one of the family
+        that has the most scalars of a law of TOGETHER; else the first one.
 
     Raises:
         InputError: no such scalar, or no such column.
@@ -349,6 +374,7 @@ def recognize(columns: Iterable[str], given: Mapping[str, str]) -> dict[str, str
             )
         found[key] = column
     bare_names = {bare(column) for column in there}
+    candidates: dict[str, list[str]] = {}
     for column in there:
         if column.startswith(EVALUATION) or column in given.values():
             continue
@@ -356,6 +382,30 @@ def recognize(columns: Iterable[str], given: Mapping[str, str]) -> dict[str, str
         scalar = BY_NAME.get(name)
         if name in BESIDE and BESIDE[name][0] in bare_names:
             scalar = BESIDE[name][1]
-        if scalar is not None:
-            found.setdefault(scalar, column)
+        if scalar is not None and scalar not in given:
+            candidates.setdefault(scalar, []).append(column)
+    of_family = _columns_of_families(candidates)
+    for key, its_columns in candidates.items():
+        found[key] = of_family.get(key, its_columns[0])
     return found
+
+
+def _columns_of_families(candidates: Mapping[str, list[str]]) -> dict[str, str]:
+    """Return the column of each scalar of TOGETHER that stands in one family with
+    another scalar of its law. The family with the most of them counts, and of several
+    the first one.
+
+    Args:
+        candidates: scalar -> its columns.
+    """
+    chosen: dict[str, str] = {}
+    for law in TOGETHER:
+        families: dict[str, dict[str, str]] = {}  # family -> scalar -> column
+        for scalar in law:
+            for column in candidates.get(scalar, []):
+                families.setdefault(family(column), {}).setdefault(scalar, column)
+        largest = max(families.values(), key=len, default={})
+        if len(largest) > 1:
+            for scalar, column in largest.items():
+                chosen.setdefault(scalar, column)
+    return chosen

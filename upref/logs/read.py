@@ -6,21 +6,28 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from upref.errors import InputError, describe_kind
+from upref.logs.digits import (
+    UNROUNDED_DIGITS,
+    Numbers,
+    Written,
+    half_digits,
+    significant_digits,
+)
 from upref.logs.names import STEPS, bare
 
 LARGEST = 2**28  # bytes of a file
 EVENTS = "tfevents"  # in the name of each event file of TensorBoard
 MOST_SCALARS = 10**6  # that TensorBoard's reader keeps of a column
 OF_SWIFT = "global_step/max_steps"  # ms-swift writes the step as "10/438"
+OF_EXPORT = "_"  # before the columns that Weights & Biases adds, as _timestamp
 Row = dict[str, float]
-Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
+Steps = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,22 +37,32 @@ class Run:
     Args:
         name: of the run, where the file has several; else "".
         file: where it was read.
-        steps: [N], the step of each row.
+        steps: [N], the step of each row. A step has several rows where its numbers
+            differ: of mini-batches, of a resumed run.
         columns: name -> numbers [N]; NaN where the row has none.
-        half_digit: name -> half a unit of the last digit that was written.
-        digits: name -> the most significant digits that any of its numbers has.
+        half_digit: name -> half a unit of the last digit that is known to be written of
+            each number, [N]; NaN where the row has none.
+        shown: the same, and infinite where the column does not show whether that number
+            is rounded.
+        hinted: the same, and infinite only where nothing in the column hints at it.
+        unrounded: [N], whether some number of the row has so many digits that nobody
+            rounded it.
         not_finite: name -> steps at which NaN or infinity was logged.
         repeated: name -> steps that have two different numbers in that column.
+        further: how many rows there are beyond one for each step.
     """
 
     name: str
     file: str
     steps: tuple[float, ...]
     columns: Mapping[str, Numbers]
-    half_digit: Mapping[str, float]
-    digits: Mapping[str, int] = field(default_factory=dict)
+    half_digit: Mapping[str, Numbers]
+    shown: Mapping[str, Numbers]
+    hinted: Mapping[str, Numbers]
+    unrounded: Steps
     not_finite: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     repeated: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    further: int = 0
 
 
 def read(file: str | Path) -> list[Run]:
@@ -162,7 +179,7 @@ def _find_list_of_steps(whole: Any) -> list[Any] | None:
 def _loads(text: str, path: Path, where: str) -> Any:
     """Return what JSON text stands for; InputError where it is none, with `where`."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=Written)
     except (ValueError, RecursionError) as e:
         raise InputError(f"{path}, {where}: no JSON ({e}).") from None
 
@@ -199,9 +216,10 @@ def _numbers_of(
             if name == OF_SWIFT and isinstance(value, str):
                 value = value.partition("/")[0]
             try:
-                yield name, float(value)
+                float(value)
             except (ValueError, OverflowError):
                 continue
+            yield name, value if isinstance(value, float) else Written(str(value))
 
 
 # ---- TensorBoard ---------------------------------------------------------------------
@@ -235,12 +253,16 @@ def _read_events(path: Path) -> list[Run]:
             raise InputError(
                 f"{folder} is no event file that TensorBoard reads ({e})."
             ) from None
-        rows = []
+        events = []
         for tag in tags:
             if bare(tag) in STEPS:
                 continue
             for event in accumulator.Scalars(tag):
-                rows.append({"step": float(event.step), tag: float(event.value)})
+                row = {"step": float(event.step), tag: float(event.value)}
+                events.append((event.wall_time, row))
+        # in the order of writing, so that a resumed run begins rows of its own
+        events.sort(key=lambda timed: timed[0])
+        rows = [row for _, row in events]
         name = str(folder.relative_to(path)) if len(folders) > 1 else ""
         runs.append(make_run(rows, file=str(folder), name=name))
     if not any(run.columns for run in runs):
@@ -285,63 +307,121 @@ def make_run(rows: Iterable[Mapping[str, float]], *, file: str, name: str = "") 
 
     Returns:
         The run, in the order of the steps; in that of the rows where several columns
-        count the steps. Of two numbers for one step, the last one counts, and
-        `repeated` has the step. Columns of STEPS are left out. NaN and infinity become
-        NaN, and `not_finite` has their steps.
+        count the steps. Where two rows of a step have different numbers of a scalar,
+        each stays a row of its own, and `repeated` has the step. Columns of STEPS are
+        left out. NaN and infinity become NaN, and `not_finite` has their steps.
     """
-    joined, repeated = _join_rows(rows)
-    if len({axis for axis, _ in joined}) == 1:
-        joined = dict(sorted(joined.items()))
-    steps = tuple(step for _, step in joined)
-    numbers_of_steps = list(joined.values())
-    names = dict.fromkeys(key for numbers in numbers_of_steps for key in numbers)
-    columns, half_digit, digits, not_finite = {}, {}, {}, {}
+    rows_of_steps, repeated = _join_rows(rows)
+    names = dict.fromkeys(key for row in rows_of_steps for key in row.numbers)
+    order = list(range(len(rows_of_steps)))
+    if len({row.axis for row in rows_of_steps}) == 1:
+        order.sort(key=lambda i: rows_of_steps[i].step)
+    columns, half_digit, shown, hinted, not_finite = {}, {}, {}, {}, {}
+    unrounded = np.zeros(len(order), dtype=bool)
     for key in names:
         if bare(key) in STEPS:
             continue
-        values = np.array([numbers.get(key, math.nan) for numbers in numbers_of_steps])
+        written = [row.numbers.get(key, math.nan) for row in rows_of_steps]
         bad = []
-        for step, numbers in zip(steps, numbers_of_steps, strict=True):
-            if key in numbers and not math.isfinite(numbers[key]):
-                bad.append(step)
+        for i in order:
+            row = rows_of_steps[i]
+            if key in row.numbers and not math.isfinite(written[i]):
+                bad.append(row.step)
         if bad:
-            not_finite[key] = tuple(bad)
+            not_finite[key] = tuple(dict.fromkeys(bad))
+        values = np.array(written, dtype=float)
         values[~np.isfinite(values)] = math.nan
-        if not np.isnan(values).all():
-            columns[key] = values
-            half_digit[key] = _half_digit(values)
-            digits[key] = _significant_digits(values)
-        elif bad:
-            columns[key] = values
-            half_digit[key] = 0.0
-    return Run(name, file, steps, columns, half_digit, digits, not_finite, repeated)
+        if np.isnan(values).all() and not bad:
+            continue
+        unrounded |= [_is_unrounded(x) for x in written]
+        columns[key] = values[order]
+        of_key = half_digits(written)
+        half_digit[key], shown[key], hinted[key] = (half[order] for half in of_key)
+    return Run(
+        name,
+        file,
+        tuple(rows_of_steps[i].step for i in order),
+        columns,
+        half_digit,
+        shown,
+        hinted,
+        unrounded[order],
+        not_finite,
+        repeated,
+        len(order) - len({(row.axis, row.step) for row in rows_of_steps}),
+    )
 
 
-# (column that counts the steps, step) -> its numbers by name
-Joined = dict[tuple[str, float], dict[str, float]]
+def _is_unrounded(number: float) -> bool:
+    """Return whether a number has so many digits that nobody rounded it."""
+    return math.isfinite(number) and significant_digits(number) >= UNROUNDED_DIGITS
+
+
+@dataclass(frozen=True, eq=False)
+class RowOfStep:
+    """What one row of a step, or several that were joined, have.
+
+    Args:
+        axis: the column that counts the steps.
+        step: the step.
+        numbers: by their names.
+    """
+
+    axis: str
+    step: float
+    numbers: Row
 
 
 def _join_rows(
     rows: Iterable[Mapping[str, float]],
-) -> tuple[Joined, dict[str, list[float]]]:
-    """Join the rows of each step; a later number of a scalar replaces an earlier one.
+) -> tuple[list[RowOfStep], dict[str, list[float]]]:
+    """Join the rows of each step, as a trainer writes a part of its scalars in one row
+    and a part in the next one. From the first row on that has another number of a
+    scalar, each row of the step stays alone: no law may compare numbers of two
+    mini-batches, epochs or runs.
 
     Returns:
-        The steps, in the order of their first rows; and of each scalar the steps that
-        have several different numbers of it, NaN left out.
+        The rows, in the order of the file; and of each scalar the steps that have
+        several different numbers of it, NaN left out.
     """
-    joined: Joined = {}
+    joined: list[RowOfStep] = []
+    first: dict[tuple[str, float], RowOfStep] = {}
+    several: dict[tuple[str, float], Row] = {}  # the last numbers of such steps
     repeated: dict[str, list[float]] = {}
     for number, row in enumerate(rows):
         axis, step = _step_of(row, number)
-        numbers = joined.setdefault((axis, step), {})
-        for key, value in row.items():
-            before = numbers.get(key, value)
-            are_numbers = not (math.isnan(before) or math.isnan(value))
-            if before != value and are_numbers:
-                repeated.setdefault(key, []).append(step)
-            numbers[key] = value
+        place = axis, step
+        if place not in first:
+            first[place] = RowOfStep(axis, step, dict(row))
+            joined.append(first[place])
+            continue
+        before = several.get(place, first[place].numbers)
+        differing = _differing(before, row)
+        for key in differing:
+            repeated.setdefault(key, []).append(step)
+        if differing and place not in several:
+            several[place] = dict(before)
+        if place in several:
+            joined.append(RowOfStep(axis, step, dict(row)))
+            several[place].update(row)
+        else:
+            first[place].numbers.update(row)
     return joined, repeated
+
+
+def _differing(before: Row, row: Mapping[str, float]) -> list[str]:
+    """Return the scalars of which two rows have different numbers, NaN left out. A count
+    of steps and what Weights & Biases adds differ in each row.
+    """
+    differing = []
+    for key, value in row.items():
+        if bare(key) in STEPS or key.startswith(OF_EXPORT):
+            continue
+        first = before.get(key, value)
+        are_numbers = not (math.isnan(first) or math.isnan(value))
+        if first != value and are_numbers:
+            differing.append(key)
+    return differing
 
 
 def _step_of(row: Mapping[str, float], number: int) -> tuple[str, float]:
@@ -352,31 +432,5 @@ def _step_of(row: Mapping[str, float], number: int) -> tuple[str, float]:
     by_bare = {bare(key): key for key in row}
     for name in STEPS:
         if name in by_bare and math.isfinite(row[by_bare[name]]):
-            return by_bare[name], row[by_bare[name]]
+            return by_bare[name], float(row[by_bare[name]])
     return "", float(number)
-
-
-def _half_digit(values: Numbers) -> float:
-    """Return half a unit of the last decimal place that any of the finite numbers has:
-    0.5 for whole numbers.
-    """
-    places = [last for _, last in _places(values)]
-    return 0.5 * 10.0 ** min(places, default=0)
-
-
-def _significant_digits(values: Numbers) -> int:
-    """Return how many digits the number with the most of them has, from its first one
-    that is not 0: 4 of 1000 and of 0.001234; 0 where all numbers are 0.
-    """
-    return max((first - last + 1 for first, last in _places(values)), default=0)
-
-
-def _places(values: Numbers) -> Iterator[tuple[int, int]]:
-    """Yield the exponents of 10 of the first and of the last digit of each finite
-    number that is not 0. That of the last one is at most 0.
-    """
-    for value in values[np.isfinite(values) & (values != 0)]:
-        number = Decimal(repr(float(value))).normalize()
-        exponent = number.as_tuple().exponent
-        assert isinstance(exponent, int)
-        yield number.adjusted(), min(exponent, 0)
