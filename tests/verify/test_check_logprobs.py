@@ -268,6 +268,55 @@ def test_right_functions_agree_at_every_temperature_and_in_many_rows():
     assert upref.check_logprobs(plain, skip=others)
 
 
+def hot(where):
+    """Return a function that leaves out the temperature where where(logits) is true."""
+
+    def log_probs(logits, tokens, temperature=1.0):
+        z = logits if where(logits) else logits / temperature
+        return log_probs_alone(z, tokens)
+
+    return log_probs
+
+
+HOT = [
+    (lambda z: z.dtype == torch.bfloat16, "dtypes", "bfloat16"),
+    (lambda z: z.dtype == torch.float16, "dtypes", "float16"),
+    (lambda z: z.dtype == torch.float32, "dtypes", "float32"),
+    (lambda z: z.shape[-1] > 100_000, "large-vocabulary", "151,936 ids"),
+    (lambda z: z.shape[-1] > 200_000, "large-vocabulary", "262,208 ids"),
+    (lambda z: z.shape[-1] > 64, "tiles", "67 ids"),
+    (lambda z: z.shape[-2] > 1000, "tiles", "1027 tokens"),
+    (lambda z: z.abs().max() > 30, "peak", "40 above"),
+    (lambda z: bool(z.isneginf().any()), "forbidden", "-inf"),
+    (lambda z: not z.is_contiguous(), "layout", "transposed"),
+    (lambda z: bool(z.isnan().any()), "padding", "NaN in the states"),
+]
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "words"), HOT, ids=[f"{one[1]}-{one[2]}" for one in HOT]
+)
+def test_a_temperature_that_unusual_inputs_leave_out_is_found(where, name, words):
+    others = [o.name for o in ORACLES if o.name != name]
+    report = check_logprobs(hot(where), skip=others)
+    assert not report
+    failure = report.failures[0]
+    assert words in failure.regime, report.text()
+    if name != "padding":
+        assert "temperature 0.5" in failure.regime
+        assert failure.cause == "the temperature is left out on these inputs alone"
+
+
+def test_logits_that_are_overwritten_at_temperature_1_alone_are_found():
+    def overwrites(logits, tokens, temperature=1.0):
+        z = logits if temperature == 1 else logits / temperature
+        z.data.sub_(z.data.amax(-1, keepdim=True))
+        return log_probs_alone(z, tokens)
+
+    others = [o.name for o in ORACLES if o.name != "mutation"]
+    assert not check_logprobs(overwrites, skip=others)
+
+
 def entropy_alone(logits):
     lp = logits.log_softmax(-1)
     return -(lp.exp() * lp).sum(-1)

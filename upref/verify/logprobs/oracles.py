@@ -270,6 +270,10 @@ class KernelCase:
         if also is not None:
             with contextlib.suppress(InputError):
                 why = self.cause(problem, done, also)
+        if why == NO_CAUSE and name not in PLAIN and problem.temperature != 1:
+            at_1 = solved(replace(problem, temperature=1.0))
+            if self.worst_number(problem, done, at_1, least)[0] <= 1:
+                why = TEMPERATURE_LEFT_OUT
         return [
             fail(
                 name,
@@ -281,6 +285,9 @@ class KernelCase:
         ]
 
 
+TEMPERATURE_LEFT_OUT = Cause(
+    "the temperature is left out on these inputs alone", ("temperature-missing",)
+)
 MOST_NUMBERS = 40  # of a problem that is printed
 
 
@@ -398,7 +405,9 @@ def repeated_backward(case: KernelCase) -> Iterator[Finding]:
     """Report a second backward pass that has other gradients, as a failure, or that raises,
     as a note.
     """
-    outcome = case.kernel(problems.random_problem(case.kernel), twice=True)
+    temperature = problems.low_temperature(case.kernel)
+    problem = problems.random_problem(case.kernel, temperature=temperature)
+    outcome = case.kernel(problem, twice=True)
     difference = outcome.second_backward
     if difference == "different numbers":
         why = "the backward changes a buffer that it reads"
@@ -419,9 +428,9 @@ def padding(case: KernelCase) -> Iterator[Finding]:
     """Report NaN in the states of a masked token that reaches other numbers: of other
     tokens' values a failure, of the weight's gradient a note. A refusal is a note too.
     """
-    problem = problems.masked(
-        problems.random_problem(case.kernel, 6, 9, 3, 12), [[1, 1, 1], [1, 0, 0]]
-    )
+    temperature = problems.low_temperature(case.kernel)
+    problem = problems.random_problem(case.kernel, 6, 9, 3, 12, temperature=temperature)
+    problem = problems.masked(problem, [[1, 1, 1], [1, 0, 0]])
     assert problem.keep is not None
     states_with_nan = torch.where(problem.keep[..., None], problem.x, math.nan)
     try:
@@ -511,7 +520,8 @@ def weight_in_place(case: KernelCase) -> Iterator[Finding]:
     """Report that a weight whose numbers change in place between two calls, as an
     optimizer changes them, keeps an effect of its earlier numbers.
     """
-    exact = problems.random_problem(case.kernel)
+    temperature = problems.low_temperature(case.kernel)
+    exact = problems.random_problem(case.kernel, temperature=temperature)
     words = "the weight is changed in place between two calls, as an optimizer does"
     # a function that keeps weight.double() keeps no copy of a weight in float64
     for problem, least in ((exact, 0.0), (exact.to(torch.bfloat16), HALF_TOL)):
@@ -535,10 +545,15 @@ def weight_in_place(case: KernelCase) -> Iterator[Finding]:
 
 @oracle("mutation")
 def mutation(case: KernelCase) -> Iterator[Finding]:
-    """Report what the function changes or prints."""
-    temperature = problems.low_temperature(case.kernel)
-    problem = problems.random_problem(case.kernel, temperature=temperature)
-    yield from untouched(case.kernel(problem))
+    """Report what the function changes or prints, at temperature 1 and below: a function
+    may divide by the temperature, and so make a copy, only where it is not 1.
+    """
+    usual = {"": problems.random_problem(case.kernel)}
+    for problem in problems.at_both_temperatures(case.kernel, usual).values():
+        findings = list(untouched(case.kernel(problem)))
+        if findings:
+            yield from findings
+            return
 
 
 # ---- precision -----------------------------------------------------------------------
@@ -599,6 +614,8 @@ def large(case: KernelCase) -> Iterator[Finding]:
         findings = case.compare("large-vocabulary", words, problem, outcome, least=0.05)
         yield from findings
         is_right = is_right and not findings
+        if problem.temperature != 1:
+            continue
         for number, difference in gaps(outcome, solved(problem)).items():
             largest[number] = max(largest[number], difference)
     yield from rounded(
@@ -606,17 +623,50 @@ def large(case: KernelCase) -> Iterator[Finding]:
     )
     if not is_right:
         return
-    ((words, problem),) = problems.largest(case.kernel).items()
-    try:
-        outcome = case.kernel(problem)
-    except InputError as e:
-        yield note("large-vocabulary", f"{words} are refused ({_shortened(e)})")
-        return
-    for finding in case.compare(
-        "large-vocabulary", words, problem, outcome, least=0.05, also=None
-    ):
-        why = "with 151,936 ids it is right"
-        yield replace(finding, cause=why, cause_kind="pattern")
+    for words, problem in problems.largest(case.kernel).items():
+        try:
+            outcome = case.kernel(problem)
+        except InputError as e:
+            yield note("large-vocabulary", f"{words} are refused ({_shortened(e)})")
+            return
+        findings = case.compare(
+            "large-vocabulary", words, problem, outcome, least=0.05, also=None
+        )
+        for finding in findings:
+            if finding.cause:
+                yield finding
+            else:
+                why = "with 151,936 ids it is right"
+                yield replace(finding, cause=why, cause_kind="pattern")
+        if findings:
+            return
+
+
+@oracle("dtypes", not_run=wrong)
+def dtypes(case: KernelCase) -> Iterator[Finding]:
+    """Compare on inputs in float32, bfloat16 and float16, each at several temperatures.
+    The first wrong problem of each dtype is a failure. A refusal of float32 or float16
+    is a note; one of bfloat16 is that of the oracle `bfloat16`.
+    """
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for words, problem in problems.in_dtype(case.kernel, dtype).items():
+            try:
+                outcome = case.kernel(problem)
+            except InputError as e:
+                if dtype != torch.bfloat16:
+                    yield note("dtypes", f"refused: {words} ({_shortened(e)})")
+                break
+            if (
+                problem.g_H is None
+            ):  # of large logits: half precision rounds it too much
+                numbers = {k: v for k, v in outcome.numbers.items() if k != "entropy"}
+                outcome = replace(outcome, numbers=numbers)
+            findings = case.compare(
+                "dtypes", words, problem, outcome, HALF_TOL, also=None
+            )
+            if findings:
+                yield from findings
+                break
 
 
 @oracle("bfloat16", not_run=wrong)
@@ -721,7 +771,10 @@ def _sum_in_bfloat16(problem: Problem, done: KernelOutcome, exact: Tensor) -> st
 )
 def ranks(case: KernelCase) -> Iterator[Finding]:
     """Compare with the vocabulary split over several ranks."""
-    problem = problems.random_problem(case.kernel, 6, 4 * case.ranks, 3, 14)
+    temperature = problems.low_temperature(case.kernel)
+    problem = problems.random_problem(
+        case.kernel, 6, 4 * case.ranks, 3, 14, temperature=temperature
+    )
     yield from distributed.compared(case.kernel, problem, case.ranks, case.worst_number)
 
 
@@ -786,6 +839,7 @@ ORACLES: tuple[Oracle, ...] = (
     padding,
     mutation,
     large,
+    dtypes,
     bfloat16,
     ranks,
 )

@@ -22,6 +22,7 @@ TILES += [
 SQUARE = [(6, 6, 2), (6, 3, 2), (6, 5, 5)]
 # beside 1 too: a function may take what is near 1 for it
 TEMPERATURES = (0.1, 4.0, 0.97, 1.001)
+EXACT_TEMPERATURES = (1.0, 0.5, 2.0)  # rounding does not change their inverse
 LOWEST = 0.02  # below the floors of 0.05 and 0.1 that samplers have
 # of a peak above the rest: e^-87 is a normal number of float32, e^-104 is 0 in float32,
 # and e^-746 in float64
@@ -84,6 +85,25 @@ def low_temperature(kernel: Kernel) -> float:
         kernel: the function, whose kind of inputs is made.
     """
     return 0.5 if "temperature" in kernel.settings else 1.0
+
+
+def at_both_temperatures(
+    kernel: Kernel, problems: dict[str, Problem]
+) -> dict[str, Problem]:
+    """Return problems of temperature 1, and then the same at `low_temperature`, with it
+    in their words. A branch for unusual inputs may leave out the temperature.
+
+    Args:
+        kernel: the function that will get them.
+        problems: by their words.
+    """
+    low = low_temperature(kernel)
+    if low == 1:
+        return problems
+    return problems | {
+        f"{words}, temperature {low:g}": replace(problem, temperature=low)
+        for words, problem in problems.items()
+    }
 
 
 def masked(problem: Problem, keep: list[list[int]], **changes: Any) -> Problem:
@@ -169,7 +189,7 @@ def tiles(kernel: Kernel) -> dict[str, Problem]:
         B = 130
         of_two = random_problem(kernel, 2 * B, 5, 2, 9)
         problems[f"{B} responses of 2 tokens"] = in_rows(of_two, B)
-    return problems
+    return at_both_temperatures(kernel, problems)
 
 
 def in_rows(problem: Problem, B: int) -> Problem:
@@ -292,16 +312,18 @@ def peaks(kernel: Kernel) -> dict[str, Problem]:
         for V in (9, 1029)
         for i in (0, V // 2, V - 1)
     ]
-    return {
+    problems = {
         f"the logit of token {i} of {V} is {height:g} above the rest": peak(
             kernel, V, i, height
         )
         for height, V, i in places
     }
+    return at_both_temperatures(kernel, problems)
 
 
 def large(kernel: Kernel, V: int = 151_936) -> dict[str, Problem]:
-    """Make two problems with the vocabulary of Qwen in float32, one token near p = 0.9.
+    """Make problems with the vocabulary of Qwen in float32, one token near p = 0.9 at
+    temperature 1.
 
     Args:
         kernel: the function that will get them.
@@ -316,14 +338,15 @@ def large(kernel: Kernel, V: int = 151_936) -> dict[str, Problem]:
         p = peak(kernel, V, place, math.log(V) + 2.8, 4)
         return replace(p, g=None, g_H=None).to(torch.float32)
 
-    return {
+    problems = {
         f"{V:,} ids in float32, token {place} with p near 0.9": high(place)
         for place in (0, V - 1)
     }
+    return at_both_temperatures(kernel, problems)
 
 
 def largest(kernel: Kernel, V: int = 262_208) -> dict[str, Problem]:
-    """Make one problem with the vocabulary of Gemma 3 in float32, with gradients. Its
+    """Make a problem with the vocabulary of Gemma 3 in float32, with gradients. Its
     tokens are from all parts of the vocabulary, the last id among them.
 
     Args:
@@ -331,40 +354,79 @@ def largest(kernel: Kernel, V: int = 262_208) -> dict[str, Problem]:
         V: size of the vocabulary.
 
     Returns:
-        One problem by its words.
+        The problem at each temperature by its words.
     """
     problem = random_problem(kernel, 6, V, 2, 16)
     places = torch.arange(5, -1, -1) / 5
     tokens = ((V - 1) * places.double()).round().long().reshape(problem.tokens.shape)
     problem = replace(problem, tokens=tokens, g=torch.ones_like(tokens).double())
-    return {f"{V:,} ids in float32": problem.to(torch.float32)}
+    return at_both_temperatures(
+        kernel, {f"{V:,} ids in float32": problem.to(torch.float32)}
+    )
+
+
+def in_dtype(kernel: Kernel, dtype: torch.dtype) -> dict[str, Problem]:
+    """Make problems whose inputs have a dtype, at temperatures of 1, 0.5 and 2, whose
+    inverse has no rounding: small logits, one logit far above the rest, and with values
+    alone a large vocabulary. An entropy has an upstream gradient at small logits alone:
+    half precision rounds it by a part that grows with the logits.
+
+    Args:
+        kernel: the function that will get them.
+        dtype: of hidden states and weight, or of logits.
+
+    Returns:
+        Problems by their words.
+    """
+    V = 151_936
+    small = random_problem(kernel, 64, 37, 3, 17)
+    small = replace(small, x=0.375 * small.x)
+    high = replace(peak(kernel, 1029, 7, 40.0), g_H=None)
+    name = str(dtype).removeprefix("torch.")
+    problems = {
+        f"{name}, 37 ids": small,
+        f"{name}, one logit of 1,029 is 40 above the rest": high,
+        f"{name}, {V:,} ids": random_problem(kernel, 4, V, 2, 18, g=None, g_H=None),
+    }
+    temperatures = EXACT_TEMPERATURES if "temperature" in kernel.settings else (1.0,)
+    return {
+        f"{words}, temperature {t:g}": replace(problem.to(dtype), temperature=t)
+        for words, problem in problems.items()
+        for t in temperatures
+    }
 
 
 def forbidden(kernel: Kernel) -> dict[str, Problem]:
-    """Make a problem in which two ids that no token has have a logit of -inf.
+    """Make problems in which two ids that no token has have a logit of -inf.
 
     Args:
         kernel: the function that will get it.
 
     Returns:
-        One problem by its words. None for hidden states without a bias, or with a
+        Problems by their words. None for hidden states without a bias, or with a
             softcap.
     """
     problem = random_problem(kernel, 6, 9, 3, 6)
     forbidden_logits = torch.where(torch.arange(9) < 7, 0.0, -math.inf).double()
     problem = replace(problem, tokens=problem.tokens.clamp(max=6))
     if problem.weight is None:
-        return {
-            "two ids have a logit of -inf": replace(
-                problem, x=problem.x + forbidden_logits
-            )
-        }
+        return at_both_temperatures(
+            kernel,
+            {
+                "two ids have a logit of -inf": replace(
+                    problem, x=problem.x + forbidden_logits
+                )
+            },
+        )
     if problem.bias is not None and not problem.softcap:
-        return {
-            "two ids have a bias of -inf": replace(
-                problem, bias=problem.bias + forbidden_logits
-            )
-        }
+        return at_both_temperatures(
+            kernel,
+            {
+                "two ids have a bias of -inf": replace(
+                    problem, bias=problem.bias + forbidden_logits
+                )
+            },
+        )
     return {}
 
 
@@ -396,7 +458,7 @@ def layout(kernel: Kernel) -> dict[str, Problem]:
         """Return the same numbers, stored with another number between any two."""
         return None if tensor is None else torch.stack([tensor, 1 + tensor], -1)[..., 0]
 
-    return {
+    problems = {
         "transposed inputs": replace(
             problem,
             x=transposed_in_memory(problem.x),
@@ -417,6 +479,7 @@ def layout(kernel: Kernel) -> dict[str, Problem]:
             g_H=expanded_from_first(problem.g_H),
         ),
     }
+    return at_both_temperatures(kernel, problems)
 
 
 def frozen(kernel: Kernel) -> dict[str, Problem]:
@@ -428,7 +491,8 @@ def frozen(kernel: Kernel) -> dict[str, Problem]:
     Returns:
         Problems by their words.
     """
-    return {
+    problems = {
         f"the {name} needs no gradient": random_problem(kernel, seed=11, frozen=name)
         for name in ("weight", "hidden")
     }
+    return at_both_temperatures(kernel, problems)
