@@ -6,7 +6,7 @@ loss: each is run before it is named.
 from typing import Any
 
 from upref.errors import InputError
-from upref.identification.diff import compare_losses
+from upref.identification.diff import BESIDE_EMPTY, compare_losses
 from upref.user_code import read
 from upref.verify.factors import MEAN_OVER_WIDTH
 from upref.verify.probe import BlackBox, measure
@@ -27,11 +27,29 @@ def closing_settings(a: Any, b: Any) -> list[str]:
     Returns:
         A sentence for each loss that has such settings.
     """
-    return [
-        f"{name}, as run: nothing differs from {getattr(other, 'name', other)}"
-        for mine, other in ((a, b), (b, a))
-        if (name := _closing_name(mine, other))
-    ]
+    sentences = []
+    for mine, other in ((a, b), (b, a)):
+        name = _closing_name(mine, other)
+        if not name:
+            continue
+        words = f"{name}, as run: nothing differs from {getattr(other, 'name', other)}"
+        if not compare_losses(name, other):
+            words += f" but the {BESIDE_EMPTY}"
+        sentences.append(words)
+    return sentences
+
+
+def _is_closed(name: str, other: Any) -> bool:
+    """Tell whether a loss differs from another one beside a response without a trained
+    token at most: frameworks count such a response in several ways, and no setting
+    changes it.
+
+    Args:
+        name: of a framework's loss, with settings.
+        other: the other loss.
+    """
+    found = compare_losses(name, other)
+    return bool(found) or (found.first is not None and found.first.name == BESIDE_EMPTY)
 
 
 def _closing_name(mine: Any, other: Any) -> str:
@@ -48,12 +66,12 @@ def _closing_name(mine: Any, other: Any) -> str:
     try:
         wanted = _settings(framework, base, measure(read(other)))
         settings = [s for s in wanted if s not in given]
-        if not compare_losses(_name(framework, base, [*given, *settings]), other):
+        if not _is_closed(_name(framework, base, [*given, *settings]), other):
             return ""
         # leave out what is its value already
         for setting in [*settings]:
             fewer = [s for s in settings if s != setting]
-            if compare_losses(_name(framework, base, [*given, *fewer]), other):
+            if _is_closed(_name(framework, base, [*given, *fewer]), other):
                 settings = fewer
     except InputError:  # no such setting, or a loss without a gradient
         return ""

@@ -121,6 +121,77 @@ def test_losses_that_differ_for_large_advantages_alone_differ():
     assert abs(found.example.A) > 5
 
 
+def divided_by(count):
+    """Return PPO's loss as a sum over tokens, divided by count(advantages, mask)."""
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+        A = torch.where(mask, advantages, 0)
+        terms = torch.minimum(r * A, r.clamp(0.8, 1.2) * A) * mask
+        return -terms.sum() / count(advantages, mask)
+
+    return loss
+
+
+def test_a_divisor_that_leaves_out_tokens_without_an_advantage_is_a_divisor():
+    nonzero = divided_by(lambda A, mask: (mask & (A != 0)).sum().clamp(min=1))
+    found = compare_losses(nonzero, ppo)
+    assert found.first.name == "divisor", found
+    assert "token-mean, where all ratios are 1; times " in found.first.a
+
+
+def test_a_response_without_a_trained_token_that_counts_is_found():
+    counts_one = divided_by(lambda A, mask: mask.sum(1).clamp(min=1).sum())
+    found = compare_losses(counts_one, ppo)
+    assert found.first.name == "gradient beside a response without a trained token"
+    assert found.first.a.endswith(" times the other loss's"), found
+    assert found.example.batch.endswith("with a response without a trained token")
+
+
+def test_a_response_without_a_trained_token_that_a_loss_cannot_take_is_named():
+    found = compare_losses(of_responses, of_responses)
+    said = "not compared: a response without a trained token, beside which no finite"
+    assert found and said in str(found)
+    covered = compare_losses(ppo, ppo)
+    assert "one with a response without a trained token; to" in covered.compared
+
+
+def without_likely(log_prob, old_log_prob, advantages, mask):
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    keep = mask & (log_prob.detach() < -0.05)
+    return -(torch.minimum(r * A, r.clamp(0.8, 1.2) * A) * keep).sum() / mask.sum()
+
+
+def test_tokens_near_probability_1_have_a_weight_of_their_own():
+    found = compare_losses(without_likely, ppo)
+    assert found.first.name == "weight of a token", found
+    assert "π_old = 0.97" in found.first.where
+    assert found.first.a.startswith("0 at A = ")
+
+
+def of_first_advantage(log_prob, old_log_prob, advantages, mask):
+    A = advantages[:, :1].expand_as(advantages)
+    return ppo(log_prob, old_log_prob, A, mask)
+
+
+def test_advantages_within_a_response_that_one_loss_does_not_read_are_named():
+    found = compare_losses(of_first_advantage, ppo)
+    words = "within a response: of_first_advantage reads one for each response"
+    assert found and words in str(found)
+    assert "within a response" not in str(compare_losses(ppo, ppo))
+
+
+def test_losses_that_differ_at_every_ratio_have_a_region():
+    def twice_where_negative(log_prob, old_log_prob, advantages, mask):
+        r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+        A = torch.where(mask, advantages, 0)
+        return -(r * torch.where(A < 0, 2 * A, A))[mask].mean()
+
+    found = compare_losses("is_pg", twice_where_negative)
+    assert found.first.where == "A < 0, any r"
+
+
 def test_a_divisor_that_counts_kept_tokens_alone_is_a_divisor():
     found = upref.diff(kept, dropped)
     assert found.first.name == "divisor", found
@@ -146,6 +217,7 @@ def test_a_clamp_of_the_kl_term_far_from_the_reference_is_found():
     found = upref.diff(with_kl, with_clamped_kl)
     assert not found
     assert found.example.batch.endswith("with a far reference")
+    assert "the weight on tokens by themselves" in str(found)
 
 
 def test_an_objective_with_a_correction_equals_a_loss_that_is_it():

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from upref.errors import InputError
 from upref.identification.identification import OF_RESPONSE
 from upref.registry import get
 from upref.result import Result
@@ -28,12 +29,13 @@ from upref.weights.batches import (
     random_batches,
     sampler_logp,
 )
-from upref.weights.black_box import MANY_LOG_R
+from upref.weights.black_box import MANY_LOG_R, SIGNS
 
 ADVANTAGES = (1.0, -1.0, 0.5, -2.0)
 LARGEST_ADVANTAGE = 40.0  # the largest |A| that `check` has too
 LARGE_ADVANTAGES = (LARGEST_ADVANTAGE, -LARGEST_ADVANTAGE)
 PROBABILITIES = (0.02, 0.3, 0.9)  # π_old, where a weight depends on it
+LIKELY = (0.97, 0.999)  # π_old of tokens that are compared at |A| = 1 whatever it reads
 NOT_COMPARED = (
     "not compared: long responses, many rows, other orders of rows, half precision; "
     "`upref check` has batches for these"
@@ -41,6 +43,11 @@ NOT_COMPARED = (
 LARGER_NOT_COMPARED = f"not compared: |A| above {LARGEST_ADVANTAGE:g}"
 SAMPLER_NOT_COMPARED = (
     "not compared: what a framework's loss does with the log-probabilities of a sampler"
+)
+BESIDE_EMPTY = "gradient beside a response without a trained token"
+MEASURED = (
+    "measured: the mask and the divisor on policy, the weight on tokens by themselves, "
+    "the ratio and factors of the divisor on random batches"
 )
 BATCHES = 3  # random ones on which whole gradients are compared
 BESIDE = 1e-3  # a ratio so near to a jump is not shown: it prints as the jump itself
@@ -149,7 +156,8 @@ class Difference(Result):
             lines = [f"{self.a} and {self.b} differ first in the {self.first.name}"]
         else:
             lines = [
-                f"{self.a} and {self.b} differ, but in none of the quantities below"
+                f"{self.a} and {self.b} differ, but in none of the quantities below, "
+                "where each is measured"
             ]
         width = max(24, len(self.a), len(self.b))
         for q in self.quantities:
@@ -162,6 +170,8 @@ class Difference(Result):
                 lines.append(f"same  {q.name}: {q.a}")
         if self.example is not None:
             lines.append(f"first token: {self.example}")
+        if not self and self.first is None:
+            lines.append(MEASURED)
         lines += [f"closed by: {words}" for words in self.closed_by]
         if verbose or self:
             lines.append(f"compared: {self.compared}")
@@ -208,16 +218,8 @@ def compare_losses(a: Any, b: Any) -> Difference:
         quantities = tuple(_quantities(boxes, tol))
         first = next((q.name for q in quantities if q.differs), "")
         example = _first_token(boxes, tol, by_weight=first == "weight of a token")
-    reads_sampler = any("logp_sampler" in loss.reads for loss in losses)
-    is_framework = any(loss.framework for loss in losses)
-    tokens = len(ADVANTAGES + LARGE_ADVANTAGES) * len(_ratios(boxes))
-    compared = (
-        f"weights of {tokens} tokens by themselves, a batch on policy, {BATCHES} random "
-        f"ones and one of |A| up to {LARGEST_ADVANTAGE:g}, to {tol:.1g} of a weight"
-    )
-    not_compared: tuple[str, ...] = (NOT_COMPARED, LARGER_NOT_COMPARED)
-    if reads_sampler and is_framework:
-        not_compared += (SAMPLER_NOT_COMPARED,)
+        compared = _compared_words(boxes, tol)
+        not_compared = tuple(_not_compared_sentences(boxes, names))
     return Difference(
         *names,
         quantities,
@@ -226,6 +228,61 @@ def compare_losses(a: Any, b: Any) -> Difference:
         not_compared,
         seconds=time.perf_counter() - start,
     )
+
+
+def _compared_words(boxes: Sequence[BlackBox], tol: float) -> str:
+    """Return in words what is compared of two losses.
+
+    Args:
+        boxes: the losses, measured.
+        tol: the relative error of a weight that is allowed.
+    """
+    ratios = _ratios(boxes)
+    tokens = len(ADVANTAGES + LARGE_ADVANTAGES) * len(ratios)
+    tokens += len(SIGNS) * sum(int((ratios * mu < 1).sum()) for mu in LIKELY)
+    batches = [
+        "a batch on policy",
+        f"{BATCHES} random ones",
+        f"one of |A| up to {LARGEST_ADVANTAGE:g}",
+        "one with A = 0 in every second response",
+        "one of likely tokens",
+    ]
+    if all(_takes_empty(box) for box in boxes):
+        batches.append("one with a response without a trained token")
+    return (
+        f"weights of {tokens} tokens by themselves, with π_old up to {max(LIKELY):g}; "
+        f"{', '.join(batches)}; to {tol:.1g} of a weight"
+    )
+
+
+def _not_compared_sentences(
+    boxes: Sequence[BlackBox], names: Sequence[str]
+) -> Iterator[str]:
+    """Yield what is not compared of two losses, a sentence each.
+
+    Args:
+        boxes: the losses, measured.
+        names: of the losses.
+    """
+    yield NOT_COMPARED
+    yield LARGER_NOT_COMPARED
+    named = list(zip(names, boxes, strict=True))
+    refusing = [name for name, box in named if not _takes_empty(box)]
+    if refusing:
+        yield (
+            "not compared: a response without a trained token, beside which no finite "
+            f"gradient or value comes from {' and from '.join(refusing)}"
+        )
+    one_each = [name for name, box in named if not _takes_varied(box)]
+    if one_each:
+        verb = "read" if len(one_each) > 1 else "reads"
+        yield (
+            "not compared: advantages that differ within a response: "
+            f"{' and '.join(one_each)} {verb} one for each response"
+        )
+    reads_sampler = any("logp_sampler" in box.loss.reads for box in boxes)
+    if reads_sampler and any(box.loss.framework for box in boxes):
+        yield SAMPLER_NOT_COMPARED
 
 
 def _loss_of(loss: Any) -> Any:
@@ -259,11 +316,19 @@ def _quantities(boxes: Sequence[BlackBox], tol: float) -> Iterator[Quantity]:
     of_token = _token_weight(boxes, tol)
     yield of_token
     beside = [_beside_others(box) for box in boxes]
-    yield _ratio(boxes, beside, of_token.differs)
-    yield _divisor(boxes, [measured.factors for measured in beside], tol)
-    yield _kl_term(boxes, tol)
+    ratio = _ratio(boxes, beside, of_token.differs)
+    yield ratio
+    divisor = _divisor(boxes, [measured.factors for measured in beside], tol)
+    if not (divisor.differs or of_token.differs):
+        divisor = _divisor_of_batches(boxes) or divisor
+    yield divisor
+    kl_term = _kl_term(boxes, tol)
+    yield kl_term
     if _sampler_is_compared(boxes):
         yield _sampler_correction(boxes, tol)
+    is_same = not any(q.differs for q in (of_token, ratio, divisor, kl_term))
+    if is_same and all(_takes_empty(box) for box in boxes):
+        yield from _beside_empty(boxes, tol)
 
 
 def _kl_term(boxes: Sequence[BlackBox], tol: float) -> Quantity:
@@ -296,6 +361,48 @@ def _divisor(
         or not np.allclose(factors[0], factors[1], rtol=SAME_FACTOR)
     )
     return Quantity("divisor", differs, *map(_divisor_words, boxes, factors))
+
+
+def _divisor_of_batches(boxes: Sequence[BlackBox]) -> Quantity | None:
+    """Return the divisor as a quantity that differs, where on some batch all weights of
+    one loss are those of the other one times a factor; else None.
+
+    Args:
+        boxes: two losses whose weights of a token by itself are the same.
+    """
+    for name, batch in [*_batches_of_policies(boxes), *_batches_of_advantages(boxes)]:
+        one, other = (_Weights.of(box, box.case.ready(batch)) for box in boxes)
+        factor = other.factor_beside(one.weights, one.rounding)
+        if factor is not None and abs(factor - 1) > SAME_FACTOR:
+            agg, other_agg = (_divisor_words(box, ()) for box in boxes)
+            times = f"{other_agg}, times {factor:.6g} in {name}"
+            return Quantity("divisor", True, agg, times)
+    return None
+
+
+def _beside_empty(boxes: Sequence[BlackBox], tol: float) -> Iterator[Quantity]:
+    """Yield the gradient beside a response without a trained token, where it differs and
+    that of the same batch with all responses does not.
+
+    Args:
+        boxes: two losses that take such a response.
+        tol: the relative error of a weight that is allowed.
+    """
+    all_responses = _random_batches(boxes, BATCHES)[0]
+    batch = _with_empty_response(all_responses)
+    differs_in = []
+    for one_batch in (all_responses, batch):
+        gradients = [box.case.gradient(box.case.ready(one_batch)) for box in boxes]
+        differs = _differ(gradients, tol) & one_batch.mask
+        differs_in.append(bool(differs.any()))
+    if differs_in != [False, True]:
+        return
+    one, other = (_Weights.of(box, box.case.ready(batch)) for box in boxes)
+    factor = one.factor_beside(other.weights, other.rounding)
+    a = b = "not that of the other loss"
+    if factor:
+        a, b = (f"{x:.6g} times the other loss's" for x in (factor, 1 / factor))
+    yield Quantity(BESIDE_EMPTY, True, a, b)
 
 
 def _divisor_words(box: BlackBox, factors: tuple[float, ...]) -> str:
@@ -342,6 +449,8 @@ def _token_weight(boxes: Sequence[BlackBox], tol: float) -> Quantity:
             tokens = f"{sign}, {interval}"
             if weights.A in LARGE_ADVANTAGES and tokens not in places:
                 tokens = f"A = {weights.A:g}, {interval}"
+            if weights.mu in LIKELY:
+                tokens += f", π_old = {weights.mu}"
             places.append(tokens)
             met += interval.met
     where = "; ".join(dict.fromkeys(places))
@@ -383,16 +492,23 @@ def _weights_of_tokens(
     boxes: Sequence[BlackBox], tol: float
 ) -> Iterator[_WeightsOfToken]:
     """Yield the weights of a token by itself, for each of ADVANTAGES and then of
-    LARGE_ADVANTAGES, and for each of PROBABILITIES where a loss reads π_old.
+    LARGE_ADVANTAGES, and for each of PROBABILITIES where a loss reads π_old; then those
+    of likely tokens. Of these, what differs at another π_old too counts as equal.
     """
     ratios = _ratios(boxes)
-    reads_mu = any(box.reads_mu for box in boxes)
-    for A in ADVANTAGES + LARGE_ADVANTAGES:
-        for mu in PROBABILITIES if reads_mu else (None,):
-            r = ratios if mu is None else ratios[ratios * mu < 1]
-            x, y = (box.curve()(r, np.full_like(r, A), mu) for box in boxes)
-            size = np.maximum.reduce([abs(x), abs(y), np.full_like(x, 0.1 * abs(A))])
-            yield _WeightsOfToken(A, mu, r, x, y, abs(x - y) > tol * size)
+    usual = PROBABILITIES if any(box.reads_mu for box in boxes) else (None,)
+    differs_at_usual = {A: np.zeros(len(ratios), dtype=bool) for A in SIGNS}
+    points = [(A, mu) for A in ADVANTAGES + LARGE_ADVANTAGES for mu in usual]
+    for A, mu in [*points, *((A, mu) for A in SIGNS for mu in LIKELY)]:
+        r = ratios if mu is None else ratios[ratios * mu < 1]
+        x, y = (box.curve()(r, np.full_like(r, A), mu) for box in boxes)
+        size = np.maximum.reduce([abs(x), abs(y), np.full_like(x, 0.1 * abs(A))])
+        differs = abs(x - y) > tol * size
+        if mu in LIKELY:
+            differs &= ~differs_at_usual[A][: len(r)]
+        elif A in SIGNS:
+            differs_at_usual[A][: len(r)] |= differs
+        yield _WeightsOfToken(A, mu, r, x, y, differs)
 
 
 def _place_to_show(boxes: Sequence[BlackBox], weights: _WeightsOfToken) -> int:
@@ -559,10 +675,14 @@ def _common_factor(box: BlackBox, batch: Rollouts) -> float | None:
     """Return the one factor of the weights of a batch beside those of the same tokens
     alone; None where they have several.
     """
-    log_r = (batch.logp - batch.logp_old)[batch.mask]
+    r = (batch.logp - batch.logp_old)[batch.mask].exp().numpy()
     mu = batch.logp_old[batch.mask].exp().numpy()
     found = _Weights.of(box, batch)
-    return found.factor_beside(box.curve()(log_r.exp().numpy(), found.adv, mu))
+    alone = np.zeros_like(r)
+    # apart, because a loss may not count tokens whose A is 0
+    for chosen in (found.adv == 0, found.adv != 0):
+        alone[chosen] = box.curve()(r[chosen], found.adv[chosen], mu[chosen])
+    return found.factor_beside(alone)
 
 
 def _level_of_response(box: BlackBox) -> str:
@@ -678,6 +798,8 @@ class Interval:
     met: tuple[float, ...]
 
     def __str__(self) -> str:
+        if self.low is None and self.high is None:
+            return "any r"
         return interval_words(self.low, self.high, below="<")
 
 
@@ -709,19 +831,22 @@ def _end(jumps: np.ndarray, below: float, above: float) -> float:
 
 
 def _batches(boxes: Sequence[BlackBox]) -> Iterator[tuple[str, Rollouts]]:
-    """Yield batches that both losses take, each with its name: of two policies, one with
-    large advantages, and where it matters also with a sampler's log-probabilities or a
-    far reference.
+    """Yield batches that both losses take, each with its name: of two policies, with
+    unusual advantages or tokens, where it matters also with a sampler's log-probabilities
+    or a far reference, and with a response without a trained token.
     """
     yield from _batches_of_policies(boxes)
-    first_batch = _random_batches(boxes, BATCHES)[0]
-    yield "random batch 0 with large advantages", _with_large_advantages(first_batch)
+    yield from _batches_of_advantages(boxes)
     if _sampler_is_compared(boxes):
         for name, batch in _batches_of_policies(boxes):
             yield f"{name} of a sampler", _with_sampler(batch)
     if any(box.beta for box in boxes):
         for name, batch in _batches_of_policies(boxes):
             yield f"{name} with a far reference", _with_far_reference(batch)
+    if all(_takes_empty(box) for box in boxes):
+        first_batch = _random_batches(boxes, BATCHES)[0]
+        name = "random batch 0 with a response without a trained token"
+        yield name, _with_empty_response(first_batch)
 
 
 def _batches_of_policies(boxes: Sequence[BlackBox]) -> Iterator[tuple[str, Rollouts]]:
@@ -729,6 +854,51 @@ def _batches_of_policies(boxes: Sequence[BlackBox]) -> Iterator[tuple[str, Rollo
     yield "batch on policy", on_policy_batch()
     for i, batch in enumerate(_random_batches(boxes, BATCHES)):
         yield f"random batch {i}", batch
+
+
+def _batches_of_advantages(
+    boxes: Sequence[BlackBox],
+) -> Iterator[tuple[str, Rollouts]]:
+    """Yield batches with advantages that are large, or 0 in every second response, and
+    one of likely tokens, each with its name.
+    """
+    batch = _random_batches(boxes, BATCHES)[0]
+    yield "random batch 0 with large advantages", _with_large_advantages(batch)
+    is_first = torch.arange(len(batch.mask))[:, None] % 2 == 0
+    zero = batch.but(adv=torch.where(is_first, batch.adv, 0))
+    yield "random batch 0 with A = 0 in every second response", zero
+    wave = torch.arange(batch.mask.numel(), dtype=batch.logp.dtype)
+    wave = wave.reshape(batch.mask.shape)
+    # probabilities from 0.9 to 0.9999
+    lp, lp_old = (
+        torch.log1p(-(10 ** (-2.5 + 1.5 * (wave + shift).sin()))) for shift in (0, 1)
+    )
+    yield "random batch 0 with likely tokens", batch.but(logp=lp, logp_old=lp_old)
+
+
+def _with_empty_response(batch: Rollouts) -> Rollouts:
+    """Return the batch without the tokens of its last response."""
+    mask = batch.mask.clone()
+    mask[-1] = False
+    return batch.but(mask=mask)
+
+
+def _takes_empty(box: BlackBox) -> bool:
+    """Return whether a loss and its gradient are finite beside a response without a
+    trained token.
+    """
+    batch = _with_empty_response(_random_batches([box], BATCHES)[0])
+    try:
+        value, gradient = box.case.value_and_gradient(box.case.ready(batch))
+    except InputError:
+        return False
+    return bool(value.isfinite() and gradient.isfinite().all())
+
+
+def _takes_varied(box: BlackBox) -> bool:
+    """Return whether a loss takes advantages that differ within a response."""
+    (varied,) = random_batches(0, 1, one_adv=False)
+    return box.accepts(varied)
 
 
 def _with_large_advantages(batch: Rollouts) -> Rollouts:
@@ -743,8 +913,7 @@ def _random_batches(boxes: Sequence[BlackBox], n: int) -> list[Rollouts]:
     """Return n random batches, with one advantage per response where a loss refuses
     several.
     """
-    (varied,) = random_batches(0, 1, one_adv=False)
-    return random_batches(0, n, not all(box.accepts(varied) for box in boxes))
+    return random_batches(0, n, not all(_takes_varied(box) for box in boxes))
 
 
 def _first_token(
