@@ -369,10 +369,11 @@ def compared(
     """
 
     def find(case: KernelCase) -> Iterator[Finding]:
-        """Yield a note for the first refusal, notes for NaN beside logits of -inf, and the
-        first failure.
+        """Yield a note for the first refusal, one for the first NaN beside logits of -inf,
+        and the first failure.
         """
         has_refused = False
+        has_noted_nan = False
         for words, problem in make_problems(case.kernel).items():
             try:
                 outcome = case.kernel(problem)
@@ -385,8 +386,10 @@ def compared(
                 continue
             with_nan = sorted(k for k, v in outcome.numbers.items() if v.isnan().any())
             if name == "forbidden" and with_nan and "log-prob" not in with_nan:
-                text = f"{words}: NaN in the {', '.join(with_nan)}"
-                yield note(name, text, cause="0 times -inf")
+                if not has_noted_nan:
+                    text = f"{words}: NaN in the {', '.join(with_nan)}"
+                    yield note(name, text, cause="0 times -inf")
+                has_noted_nan = True
                 outcome = KernelOutcome(
                     {k: v for k, v in outcome.numbers.items() if k not in with_nan}
                 )
