@@ -440,9 +440,11 @@ class Domain:
 
         Args:
             seed: of the draw.
-            where: "near", where batches mostly lie, or one of FAR.
+            where: "near", where batches mostly lie, "rare", the same with tokens of
+                any probability among them, or one of FAR.
         """
-        chance = random.Random(f"{seed} {self.pattern}")
+        numbered = f"{seed} rare" if where == "rare" else f"{seed}"
+        chance = random.Random(f"{numbered} {self.pattern}")
         point = {}
         B, T = self.pattern.shape
         for i, t in itertools.product(range(B), range(T)):
@@ -458,6 +460,10 @@ class Domain:
             point[f"A{i}"] = chance.choice((1, -1)) * math.exp(chance.gauss(0, 1))
         if where in FAR:
             _move_far(point, chance, *FAR[where])
+        if where == "rare":
+            for name in point:
+                if name[:2] == "mu":
+                    _make_rare(point, name, chance)
         if self.pattern.certain:
             # π_old is 1/r at every third token, and π_θ is r at others: neither above 1
             for i, t in itertools.product(range(B), range(T)):
@@ -596,7 +602,8 @@ def _move_far(
     most_log_ratio: float,
     most_log_advantage: float,
 ) -> None:
-    """Replace all numbers of a point but π_old by numbers far from common ones.
+    """Replace all numbers of a point by numbers far from common ones; π_old of every
+    second token, on average, by one down to the least of the domain.
 
     Args:
         point: it is written to.
@@ -606,6 +613,7 @@ def _move_far(
     """
     for name in point:
         if name[:2] == "mu":
+            _make_rare(point, name, chance)
             continue
         sign = 1
         most = most_log_ratio
@@ -613,6 +621,12 @@ def _move_far(
             sign = chance.choice((1, -1))
             most = most_log_advantage
         point[name] = sign * math.exp(chance.uniform(-most, most))
+
+
+def _make_rare(point: dict[str, float], name: str, chance: random.Random) -> None:
+    """Replace π_old of a token, at a chance of one half, by any down to the least."""
+    if chance.random() < 0.5:
+        point[name] = math.exp(chance.uniform(LEAST_LOG_PROB, 0))
 
 
 def _each(

@@ -280,7 +280,8 @@ WORDS = {  # kind of operators -> what a proof knows of them
     "of logarithms": "everything, if the argument is a logarithm of ratios, or a ratio of which "
     "they take the logarithm; else a few properties, such as exp(x) > 0",
     "by value": "that equal arguments give equal values",
-    "places": "everything: each order of the numbers is a path",
+    "places": "everything: each order of the numbers is a path; of equal numbers, only the "
+    "places that torch fixes",
     "of constants": "there is no proof if the argument varies",
     "random": "there is no proof",
 }
@@ -1105,32 +1106,39 @@ def _put_extremes(
     if ids.ndim == 0:
         _put_answer(o, ids)
         return (None,)
-    picked = ids.gather(dim, places if keep else places.unsqueeze(dim))
-    _order_beside_extremes(o, ids, picked, dim, largest)
+    if not keep:
+        places = places.unsqueeze(dim)
+    _order_beside_extremes(o, ids, places, dim, largest)
+    picked = ids.gather(dim, places)
     _put_answer(o, picked if keep else picked.squeeze(dim))
     return (None,)
 
 
 def _order_beside_extremes(
-    o: Operation, ids: Tensor, picked: Tensor, dim: int, largest: bool
+    o: Operation, ids: Tensor, places: Tensor, dim: int, largest: bool
 ) -> None:
-    """Make it steps of the path that picked values are the extremes along a dimension.
+    """Make it steps of the path that the values at places are the extremes along a
+    dimension, each the first one: torch documents that. So no value in front of it
+    equals it.
 
     Args:
         o: the call.
         ids: all values.
-        picked: one for each row along the dimension, which has size 1.
+        places: one for each row along the dimension, which has size 1.
         dim: the dimension.
-        largest: the picked values are the largest, not the smallest.
+        largest: the values there are the largest, not the smallest.
     """
     rows = ids.movedim(dim, -1).reshape(-1, ids.shape[dim]).tolist()
-    extremes = picked.movedim(dim, -1).reshape(-1).tolist()
-    for row, extreme in zip(rows, extremes, strict=True):
-        for other in row:
+    place_of_each = places.movedim(dim, -1).reshape(-1).tolist()
+    for row, place in zip(rows, place_of_each, strict=True):
+        for n, other in enumerate(row):
+            is_in_front = n < place
+            if n == place:
+                continue
             if largest:
-                o.trace.order(other, extreme)
+                o.trace.order(other, row[place], is_in_front)
             else:
-                o.trace.order(extreme, other)
+                o.trace.order(row[place], other, is_in_front)
 
 
 def _put_answer(o: Operation, ids: Tensor) -> None:
@@ -1154,8 +1162,7 @@ def _place(o: Operation) -> Any:
         places = o.answer
     else:
         places = o.answer.unsqueeze(dim)
-    picked = ids.gather(dim, places)
-    _order_beside_extremes(o, ids, picked, dim, largest=o.name == "argmax")
+    _order_beside_extremes(o, ids, places, dim, largest=o.name == "argmax")
     return (None,)
 
 
@@ -1163,6 +1170,10 @@ def _place(o: Operation) -> Any:
 def _sort(o: Operation) -> Any:
     """Answer with what sorts at the witness. The order of each two neighbors becomes a
     step of the path; a single number, [], stops the trace.
+
+    Of values that may be equal on a region, a stable sort keeps the order that they had.
+    Of any other operator torch does not say which comes first, so their places are
+    unknown, and whatever reads them stops the trace.
     """
     if o["self"].ndim == 0:
         o.trace.stop(f"calls {o.name} of one number")
@@ -1172,19 +1183,87 @@ def _sort(o: Operation) -> Any:
     o.answer = o.at_witness()
     dim = -1 if dim is None else dim
     ids = o.ids("self")
-    order = o.trace.numbers(o["self"]).sort(dim=dim, stable=True).indices
-    ordered = ids.gather(dim, order).movedim(dim, -1)
-    for row in ordered.reshape(-1, ids.shape[dim]).tolist():
-        for x, y in pairwise(row):
-            o.trace.order(x, y)
-    if o.name == "argsort":
-        return (None,)  # its answer is places alone
-    places = o.answer[1]
-    if places.ndim < ids.ndim:  # kthvalue and median leave the dimension out
-        places = places.unsqueeze(dim)
-    picked = ids.gather(dim, places)
-    _put_answer(o, picked.reshape(o.answer[0].shape))
+    if not ids.numel():
+        return (None,)
+    descending = bool(o.get("descending", o.get("largest", False)))
+    numbers = o.trace.numbers(o["self"])
+    order = numbers.sort(dim=dim, stable=True, descending=descending).indices
+    given = o.answer if isinstance(o.answer, Tensor) else o.answer[1]
+    if given.ndim < ids.ndim:  # kthvalue and median leave the dimension out
+        given = given.unsqueeze(dim)
+    lines = zip(_lines(ids, dim), _lines(order, dim), _lines(given, dim), strict=True)
+    sorted_lines = [_sorted(o, *line, descending) for line in lines]
+    shape = given.movedim(dim, -1).shape
+    values, places = (
+        torch.tensor(part).view(shape).movedim(-1, dim)
+        for part in zip(*sorted_lines, strict=True)
+    )
+    o.trace.put(given, places)
+    if isinstance(o.answer, tuple):
+        _put_answer(o, values.reshape(o.answer[0].shape))
     return (None,)
+
+
+def _lines(x: Tensor, dim: int) -> list[list[int]]:
+    """Return the entries of a tensor along a dimension, a list for each line of it."""
+    return x.movedim(dim, -1).reshape(-1, x.shape[dim]).tolist()
+
+
+def _sorted(
+    o: Operation, line: list[int], order: list[int], given: list[int], descending: bool
+) -> tuple[list[int], list[int]]:
+    """Make it steps of the path that a line is in an order, and return what the operator
+    answers of it.
+
+    Args:
+        o: the call.
+        line: ids of the values.
+        order: their places, as a stable sort at the witness orders them.
+        given: the places that the operator answered there.
+        descending: the largest comes first.
+
+    Returns:
+        The ids of the values and those of their places. A place that torch leaves open
+        is unknown.
+    """
+    is_stable = o.get("stable", False)
+    tied: set[int] = set()  # ranks of values that equal a neighbor, here or elsewhere
+    is_open = False  # some are equal on a part of the path alone
+    for rank, (first, second) in enumerate(pairwise(order)):
+        x, y = line[first], line[second]
+        smaller, larger = (y, x) if descending else (x, y)
+        o.trace.order(smaller, larger, is_stable and first > second)
+        if is_stable:
+            continue
+        equal = o.trace.equality(x, y)
+        if equal != o.values.zero:
+            tied.update((rank, rank + 1))
+        is_open |= equal not in (o.values.zero, o.values.one)
+    if o.name in ("kthvalue", "median", "nanmedian"):
+        ranks = [_middle(o, line)]
+    elif is_open and not o.get("sorted", True):
+        o.trace.stop("selects values that may be equal, in no order")
+    elif is_open or is_stable:
+        ranks = list(range(len(given)))
+    else:
+        ranks = [order.index(place) for place in given]
+    places = [
+        o.trace.unknown_place() if is_open and rank in tied else o.values.number(place)
+        for rank, place in zip(ranks, given, strict=True)
+    ]
+    return [line[order[rank]] for rank in ranks], places
+
+
+def _middle(o: Operation, line: list[int]) -> int:
+    """Return the rank of the one value that an operator selects of a line. NaN stops a
+    median.
+    """
+    if o.name == "kthvalue":
+        return int(o["k"]) - 1
+    count = sum(x != o.values.nan for x in line)
+    if o.name == "median" and count < len(line):
+        o.trace.stop("calls median of a value that is not a number")
+    return max(0, (count - 1) // 2)
 
 
 def _median(o: Operation) -> Tensor:

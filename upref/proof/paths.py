@@ -37,7 +37,12 @@ from upref.rollouts import Rollouts
 MOST_PATHS = 64  # of one pattern
 AGREES = 1e-7  # of formulas and functions, relative to the largest number
 ROUNDED = 2e-3  # the same where a part is in less than float64
-CHECKED = {"near": 2, "far": 2, "extreme": 2}  # points of a path beside the witness
+CHECKED = {
+    "near": 1,
+    "rare": 1,
+    "far": 2,
+    "extreme": 2,
+}  # points of a path beside the witness
 NEARBY = 3e-7  # relative: a constant in float32 is off by 6e-8
 RUN = 12  # of them, those at which both functions run
 WITHIN = 8  # points within the bounds of a counterexample

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from upref.proof.constants import is_of_user
+from upref.proof.varying import VaryingNumber
 from upref.user_code.guard import NOT_USER_CODE
 
 MOST = 5000  # objects that are looked at
@@ -157,6 +158,8 @@ def _snapshot(x: Any) -> Any:
     of anything else. Of a tensor that is its version, which each write raises, and its
     identity if it has floats.
     """
+    if isinstance(x, VaryingNumber):
+        return id(x)
     if isinstance(x, Number | np.generic | itertools.count):
         return repr(x)
     if isinstance(x, str | bytes):
@@ -485,6 +488,9 @@ def _move(one: Kept, far: float) -> Callable[[], object] | None:
         return _move_tensor(x, far)
     if isinstance(x, np.ndarray):
         return _move_array(x, far)
+    if one.write is not None and isinstance(x, VaryingNumber):
+        one.write(far)
+        return partial(one.write, x)
     if one.write is None or not isinstance(x, int | float | str | bytes):
         return None
     one.write(_moved_value(x, far))

@@ -15,12 +15,15 @@ condition and its truth at the witness are the next step of the path; a number t
 Python would take out of torch ends the trace with a reason.
 """
 
+import _thread
 import builtins
 import os
 import random
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import (
     AbstractContextManager,
     contextmanager,
@@ -41,6 +44,12 @@ from upref.proof.constants import Constants
 from upref.proof.operators import Operation, elementwise, find_rule, shape_of
 from upref.proof.sizes import Bound, Sizes
 from upref.proof.values import Known, TooHard, Values
+from upref.proof.varying import (
+    VaryingNumber,
+    answer_types,
+    as_tensors,
+    leave_types,
+)
 from upref.user_code.guard import NOT_USER_CODE
 
 SHORT = (torch.float32, torch.float16, torch.bfloat16)
@@ -99,6 +108,7 @@ class Trace:
         sizes: what the code compares with sizes and counts.
         constants: numbers that stand in its comparisons.
         is_rounded: whether a part was computed in less than float64.
+        unknown_places: ids of places that torch does not fix.
     """
 
     values: Values
@@ -114,8 +124,11 @@ class Trace:
     memories: dict[int, Memory] = field(default_factory=dict)
     known: Known = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)  # operators that computed
+    unknown_places: set[int] = field(default_factory=set)
+    thread: Any = field(default_factory=threading.current_thread)
     operators: int = 0
     is_busy: bool = False  # what runs is upref's, not the user's
+    is_over: bool = False
 
     def __post_init__(self) -> None:
         self.constants = Constants(self.sizes)
@@ -240,6 +253,8 @@ class Trace:
 
     def _make_memory(self, x: Tensor, storage: Any) -> Memory:
         """Make the ids of a storage, those of the numbers that it holds now."""
+        if not storage.resizable():
+            self.stop("writes values into memory of another library, such as numpy")
         size = storage.nbytes() // x.element_size()
         if size == x.numel() and x.is_contiguous():  # all of it is set now
             memory = Memory(storage, torch.zeros(size, dtype=torch.int64), x.dtype)
@@ -271,6 +286,7 @@ class Trace:
             x: a tensor, or anything else.
         """
         if isinstance(x, Tensor) and self.varies(x):
+            self.refuse_unknown(x)
             self.stop("takes places from values that vary")
         return x
 
@@ -319,14 +335,61 @@ class Trace:
         self.path.append(Step(condition, holds, user_line()))
         return holds
 
-    def order(self, smaller: int, larger: int) -> None:
+    def order(self, smaller: int, larger: int, strictly: bool = False) -> None:
         """Make `smaller <= larger` a step of the path; NaN counts as the largest. Stop
         where it does not hold at the witness.
+
+        Args:
+            smaller, larger: ids.
+            strictly: they must not be equal.
         """
         if larger == self.values.nan:
             return
-        if not self.decide(self.values.greater(larger, smaller, True)):
+        if not self.decide(self.values.greater(larger, smaller, not strictly)):
             self.stop("sorts numbers that are nearly equal")
+
+    def equality(self, x: int, y: int) -> int:
+        """Return the condition that two values are equal, as far as the path leaves it
+        open; NaN equals NaN here.
+        """
+        if x == y:
+            return self.values.one
+        condition = self.values.equals(x, y)
+        for step in self.path:
+            condition = self.values.given(condition, step.condition, step.holds)
+        return condition
+
+    def unknown_place(self) -> int:
+        """Return the id of a place that torch does not fix, a new one at each call."""
+        place = self.values.variable(f"place{len(self.values.nodes)}")
+        self.unknown_places.add(place)
+        return place
+
+    def refuse_shared(self, tensors: list[Tensor]) -> None:
+        """Stop where a tensor stands in memory of another library that is that of a
+        tensor with formulas: what is read there has none.
+        """
+        for x in tensors:
+            if x.layout is not torch.strided or x.device.type != "cpu":
+                continue
+            storage = x.untyped_storage()
+            if storage.resizable() or storage._cdata in self.memories:
+                continue
+            start, size = storage.data_ptr(), storage.nbytes()
+            for memory in self.memories.values():
+                first = memory.storage.data_ptr()
+                if start < first + memory.storage.nbytes() and first < start + size:
+                    self.stop("reads the memory of a tensor by another library")
+
+    def refuse_unknown(self, x: Tensor) -> None:
+        """Stop where a tensor has a place that torch does not fix."""
+        if not self.unknown_places or not self.is_known(x):
+            return
+        if not self.unknown_places.isdisjoint(self.ids(x).reshape(-1).tolist()):
+            self.stop(
+                "takes the place of one of several values that may be equal",
+                "sort(stable=True) keeps their order",
+            )
 
     def stop(self, why: str, instead: str = "") -> Any:
         """End the trace.
@@ -414,14 +477,14 @@ def is_code_of_user() -> bool:
 
 # ---- what Python reads ---------------------------------------------------------------
 def _read_item(trace: Trace, read: Any, x: Tensor) -> Any:
-    """Answer `x.item()`: decide a bool, and return any other number as a tensor, [].
+    """Answer `x.item()`: decide a bool, and return any other number as one that varies.
     Where there is not one number, torch's own method raises.
     """
     if x.numel() != 1:
         return read(x)
     if x.dtype is torch.bool:
         return trace.decide(int(trace.ids(x).reshape(())))
-    return x.detach().reshape(())
+    return VaryingNumber(trace, x.detach().reshape(()).clone())
 
 
 def _read_list(trace: Trace, read: Any, x: Tensor) -> Any:
@@ -549,6 +612,7 @@ def _answer_in_front(
             return method(x, *args, **kwargs)
         with trace.busy():
             if trace.varies(x):
+                trace.refuse_unknown(x)
                 return read(trace, method, x, *args, **kwargs)
             found = method(x, *args, **kwargs)
         if method.__name__ in ("item", "tolist"):
@@ -593,7 +657,7 @@ class Slices(TorchFunctionMode):
             with trace.busy():
                 trace.sizes.note_index(args[0], args[1], user_line)
         try:
-            out = func(*args, **(kwargs or {}))
+            out = func(*as_tensors(args), **as_tensors(kwargs or {}))
         except Exception:
             if trace.lifted is not None and is_code_of_user():
                 trace.stopped = (
@@ -658,6 +722,46 @@ def _chance_refused(trace: Trace) -> Iterator[None]:
         os.urandom = from_system
         setattr(random, "_urandom", from_system)  # noqa: B010
         setattr(random.Random, "seed", seed)  # noqa: B010
+
+
+@contextmanager
+def _ways_out_refused(trace: Trace) -> Iterator[None]:
+    """Stop where code starts a thread or hands work to one, because the operators that
+    run there do not arrive here, and where it hands memory to another library.
+    """
+    what = {
+        "start": "starts a thread, where a proof sees no operators",
+        "submit": "hands work to a thread, where a proof sees no operators",
+        "to_dlpack": "hands the memory of a tensor to another library, by to_dlpack()",
+    }
+    places: list[tuple[Any, str, str]] = [
+        (threading.Thread, "start", "start"),
+        (_thread, "start_new_thread", "start"),
+        (ThreadPoolExecutor, "submit", "submit"),
+        (torch.utils.dlpack, "to_dlpack", "to_dlpack"),
+        (torch._C, "_to_dlpack", "to_dlpack"),
+    ]
+    own = [getattr(owner, name) for owner, name, _ in places]
+    for (owner, name, kind), function in zip(places, own, strict=True):
+        setattr(owner, name, _refusal(trace, function, what[kind]))
+    try:
+        yield
+    finally:
+        for (owner, name, _), function in zip(places, own, strict=True):
+            setattr(owner, name, function)
+
+
+def _refusal(trace: Trace, function: Any, why: str) -> Callable[..., Any]:
+    """Return a function that stops where the user's code calls it."""
+
+    @wraps(function)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        """Stop; call the function itself for upref's own code."""
+        if not trace.is_busy and threading.current_thread() is trace.thread:
+            trace.stop(why, "use operators of torch")
+        return function(*args, **kwargs)
+
+    return refuse
 
 
 def _is_importing() -> bool:
@@ -727,6 +831,7 @@ class Operators(TorchDispatchMode):
             trace.stop(f"runs more than {trace.most_operators:,} operators")
         if shape.is_random:
             trace.stop("draws random numbers", "a proof is of a function")
+        trace.refuse_shared(tensors)
         trace.sizes.note_cut(func, args, user_line)
         trace.sizes.note_places(func, args, kwargs, user_line)
         trace.constants.note_operator(args[1:], user_line)
@@ -745,6 +850,8 @@ class Operators(TorchDispatchMode):
             return self._decompose(func, args, kwargs)  # such as `to`, which may copy
         if shape.is_view:
             return func(*args, **kwargs)  # its memory has the ids
+        for x in tensors:
+            trace.refuse_unknown(x)
         if any(x.layout is not torch.strided or x.is_quantized for x in tensors):
             trace.stop("computes with sparse or quantized tensors")
         try:
@@ -894,19 +1001,24 @@ def tracing(trace: Trace) -> Iterator[None]:
     eager: AbstractContextManager[Any] = nullcontext()
     if is_compiled and can_switch:
         eager = torch.compiler.set_stance("force_eager")
+    trace.is_over = False
     with (
         eager,
         _reads_answered(trace),
         _slices_noted(trace),
         _chance_refused(trace),
+        _ways_out_refused(trace),
         Operators(trace),
     ):
         before = sys.gettrace()
         sys.settrace(trace.constants.enter)
+        answer_types()
         try:
             yield
         finally:
             sys.settrace(before)
+            leave_types()
+    trace.is_over = True
     trace.constants.conclude()
 
 

@@ -95,6 +95,24 @@ class Points(Table):
         known[-1 - atom] = number
         return number
 
+    def may_be_constant(self, value: int) -> bool:
+        """Tell whether a value may be the same number on an open set of points: not so a
+        polynomial of variables and their logarithms that varies.
+
+        Args:
+            value: an id.
+        """
+        node = self.nodes[value]
+        if value in self.constants or not isinstance(node, Polynomial):
+            return True
+        for monomial, _ in node.terms:
+            for atom, _ in monomial:
+                kind = self.atoms[atom]
+                of = self.atoms[kind.of] if isinstance(kind, Logarithm) else kind
+                if not isinstance(of, Variable):
+                    return True
+        return False
+
     def variables(self, values: Iterable[int]) -> set[str]:
         """Return the names of the variables in values; not those inside of sums over
         tokens.
