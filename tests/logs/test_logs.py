@@ -24,7 +24,7 @@ from tests.logs.simulator import (
 from upref.cli import main
 from upref.errors import InputError
 from upref.logs import audit, read
-from upref.logs.digits import Written, is_short, last_digit
+from upref.logs.digits import Written, is_short, is_unrounded, last_digit
 from upref.logs.names import SCALARS
 
 ROOT = Path(__file__).parents[2]
@@ -532,6 +532,14 @@ def test_a_column_without_digits_is_stated_with_a_reserve(tmp_path):
 def test_the_last_digit_is_read_from_the_text(text, exponent, short):
     number = Written(text)
     assert (last_digit(number), is_short(number)) == (exponent, short)
+
+
+@pytest.mark.parametrize(
+    ("text", "unrounded"),
+    [("0.12345678901", 1), ("0.0001", 0), ("1234567890.0", 0), ("1.23456789e-05", 1)],
+)
+def test_a_count_of_tokens_does_not_show_that_nothing_is_rounded(text, unrounded):
+    assert is_unrounded(Written(text)) == bool(unrounded)
 
 
 # ---- several rows for one step ---------------------------------------------------------

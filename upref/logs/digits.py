@@ -92,6 +92,16 @@ def significant_digits(number: float) -> int:
     return decimal.adjusted() + 1 - last_digit(number) if decimal else 0
 
 
+def is_unrounded(number: float) -> bool:
+    """Return whether a number has so many digits that nobody rounded it. A whole number,
+    as a count of tokens, tells nothing.
+    """
+    if number.is_integer() or not math.isfinite(number):
+        return False
+    mantissa = text_of(number).lower().partition("e")[0]
+    return len(mantissa.lstrip("+-0.").replace(".", "")) >= UNROUNDED_DIGITS
+
+
 def half_digits(column: Sequence[float]) -> tuple[Numbers, Numbers, Numbers]:
     """Return how exactly the numbers of a column are known.
 
@@ -113,6 +123,8 @@ def half_digits(column: Sequence[float]) -> tuple[Numbers, Numbers, Numbers]:
     open_ones = [i for i in there if is_short(column[i])]
     for i in there:
         own[i] = shown[i] = hinted[i] = 0.5 * 10.0 ** last_digit(column[i])
+    if not open_ones:
+        return own, shown, hinted
     full = sorted(set(there) - set(open_ones))
     exponents = [last_digit(column[i]) for i in full]
     digits = [significant_digits(column[i]) for i in full]

@@ -12,13 +12,7 @@ from typing import Any
 import numpy as np
 
 from upref.errors import InputError, describe_kind
-from upref.logs.digits import (
-    UNROUNDED_DIGITS,
-    Numbers,
-    Written,
-    half_digits,
-    significant_digits,
-)
+from upref.logs.digits import Numbers, Written, half_digits, is_unrounded
 from upref.logs.names import STEPS, bare
 
 LARGEST = 2**28  # bytes of a file
@@ -333,7 +327,7 @@ def make_run(rows: Iterable[Mapping[str, float]], *, file: str, name: str = "") 
         values[~np.isfinite(values)] = math.nan
         if np.isnan(values).all() and not bad:
             continue
-        unrounded |= [_is_unrounded(x) for x in written]
+        unrounded |= [is_unrounded(x) for x in written]
         columns[key] = values[order]
         of_key = half_digits(written)
         half_digit[key], shown[key], hinted[key] = (half[order] for half in of_key)
@@ -350,11 +344,6 @@ def make_run(rows: Iterable[Mapping[str, float]], *, file: str, name: str = "") 
         repeated,
         len(order) - len({(row.axis, row.step) for row in rows_of_steps}),
     )
-
-
-def _is_unrounded(number: float) -> bool:
-    """Return whether a number has so many digits that nobody rounded it."""
-    return math.isfinite(number) and significant_digits(number) >= UNROUNDED_DIGITS
 
 
 @dataclass(frozen=True, eq=False)
