@@ -166,7 +166,9 @@ def without_likely(log_prob, old_log_prob, advantages, mask):
 def test_tokens_near_probability_1_have_a_weight_of_their_own():
     found = compare_losses(without_likely, ppo)
     assert found.first.name == "weight of a token", found
-    assert "π_old = 0.97" in found.first.where
+    assert found.first.where.startswith("A > 0, about r > 0.98")
+    assert "at π_old = 0.97" in found.first.where
+    assert "neither jumps" not in found.first.where
     assert found.first.a.startswith("0 at A = ")
 
 

@@ -449,10 +449,11 @@ def _token_weight(boxes: Sequence[BlackBox], tol: float) -> Quantity:
             tokens = f"{sign}, {interval}"
             if weights.A in LARGE_ADVANTAGES and tokens not in places:
                 tokens = f"A = {weights.A:g}, {interval}"
-            if weights.mu in LIKELY:
-                tokens += f", π_old = {weights.mu}"
+            if weights.mu in LIKELY:  # where no jump is searched
+                tokens = f"{sign}, about {interval} at π_old = {weights.mu}"
+            else:
+                met += interval.met
             places.append(tokens)
-            met += interval.met
     where = "; ".join(dict.fromkeys(places))
     if met:
         named = ", ".join(dict.fromkeys(f"{end:.4g}" for end in sorted(met)))
