@@ -96,7 +96,7 @@ def test_readme_says_where_fresh_data_show_a_gain(without_lag):
         at_end(runs["up_dapo"][k], "best") - at_end(runs["dapo"][k], "best")
         for k in both
     ]
-    said = f"no gain shown at 8 updates a rollout. At 16: {np.mean(gains):+.1f} ["
+    said = f"no gain shown at 8 updates a rollout; at 16, {np.mean(gains):+.1f} ["
     assert said in ANSWER
 
 
@@ -393,7 +393,27 @@ def test_readme_has_the_effects_of_the_second_controls():
     )
     fresh = PAGE.partition("On fresh data at the two fixed decodings")[2]
     best = re.search(r"\| DAPO \| ([^,|]+, [^,|]+), ", fresh)
-    assert f", {best[1]} at 1e-4 in [another]" in ANSWER
+    assert f", {best[1]} at [1e-4](docs/findings.md#the-second-controls)" in ANSWER
+
+
+# ---- a language model ----------------------------------------------------------------
+def test_the_language_models_averages_follow_from_its_records():
+    """UP-DAPO minus DAPO, Avg@32 at T = 1, from the runs themselves; README has it."""
+    at_end_of = {}
+    for run in records("language_model"):
+        s = run["settings"]
+        if s["staleness"] == 4:
+            name = s["objective"], bool(s["entropy_bonus"])
+            score = 100 * run["evals"]["test/t_1"]["avg"][-1]
+            at_end_of.setdefault(name, {})[s["seed"]] = score
+    assert {len(of_seeds) for of_seeds in at_end_of.values()} == {6}
+    up, dapo = at_end_of["up_dapo", False], at_end_of["dapo", False]
+    mean = np.mean([up[seed] - dapo[seed] for seed in up])
+    found = re.search(
+        r"six seeds: \[undecided\]\([^)]*\), average (\S+) \[(\S+), ", ANSWER
+    )
+    assert found[1] == f"{mean:+.1f}" and float(found[2]) < 0
+    assert f"| DAPO | {mean:+.1f} [" in PAGE
 
 
 # ---- the bonus -----------------------------------------------------------------------
