@@ -197,7 +197,6 @@ NUMBERS = (
     key_of_a_dict,
     is_a_float,
     is_no_tensor,
-    type_is_float,
     is_true,
     in_a_list,
     written_later,
@@ -234,6 +233,7 @@ def another_attribute(lp, old, A, mask):
         (in_a_formula_of_math, "as a number of Python, by float()"),
         (in_numpy, "as a number of Python, by float()"),
         (another_attribute, "reads is_integer"),
+        (type_is_float, "asks the type() of something"),
     ],
 )
 def test_a_number_that_leaves_torch_is_no_proof(loss, says):
@@ -246,12 +246,12 @@ def arithmetic_of_numbers(lp, old, A, mask):
     """Return DAPO's loss, scaled by numbers of Python and back."""
     largest = A.abs().max().item() + 1
     numbers = [largest, A.mean().item(), 2.0, 1.0]
-    assert all(type(x) is float and isinstance(x, float) for x in numbers)
+    assert all(isinstance(x, float) for x in numbers)
     assert not any(isinstance(x, Tensor) for x in numbers)
     most = max(numbers) + sum(numbers) / len(numbers)
     zero = most - max(numbers) - sum(numbers) / 4
     positive = (A > 0).sum().item()
-    assert type(positive) is int
+    assert isinstance(positive, int)
     scaled = dapo(lp, old, A / largest, mask) * largest
     return scaled + zero * lp.sum() + 0 * positive * lp.sum()
 
@@ -259,7 +259,6 @@ def arithmetic_of_numbers(lp, old, A, mask):
 def test_arithmetic_with_numbers_is_followed():
     proof = upref.prove(arithmetic_of_numbers, "dapo", rows=1, columns=1)
     assert proof, proof.reason
-    assert type is type(object)
 
 
 class Logging:

@@ -9,6 +9,7 @@ operator of torch got that constant there, or it is compared with a setting of t
 """
 
 import ast
+import dis
 import linecache
 import math
 import operator
@@ -61,12 +62,16 @@ class Constants:
         sizes: where they are noted.
         of_torch: those that an operator of torch got, with the line.
         found: the others may be bounds.
+        settings: numbers that the user's function is called with.
+        asks_type: the first of the user's functions that calls type(); "" where none
+            does.
     """
 
     sizes: Sizes
     of_torch: set[tuple[str, float]] = field(default_factory=set)
     found: dict[tuple[str, float], None] = field(default_factory=dict)
     settings: set[float] = field(default_factory=set)
+    asks_type: str = ""
 
     def note_operator(self, args: Any, line: Callable[[], str]) -> None:
         """Note the numbers that an operator of torch gets.
@@ -94,6 +99,8 @@ class Constants:
         """
         if event != "call" or not is_of_user(frame.f_code):
             return None
+        if not self.asks_type and _calls_type(frame.f_code):
+            self.asks_type = frame.f_code.co_name
         if frame.f_back is None or not is_of_user(frame.f_back.f_code):
             code = frame.f_code
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
@@ -148,6 +155,15 @@ def _value(name: ast.expr, frame: FrameType) -> Any:
         return frame.f_locals.get(name.id, frame.f_globals.get(name.id))
     assert isinstance(name, ast.Attribute)
     return getattr(_value(name.value, frame), name.attr, None)
+
+
+@cache
+def _calls_type(code: CodeType) -> bool:
+    """Tell whether a function takes Python's `type` from its globals."""
+    return any(
+        step.opname.startswith("LOAD_GLOBAL") and step.argval == "type"
+        for step in dis.get_instructions(code)
+    )
 
 
 @cache

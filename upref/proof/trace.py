@@ -44,12 +44,7 @@ from upref.proof.constants import Constants
 from upref.proof.operators import Operation, elementwise, find_rule, shape_of
 from upref.proof.sizes import Bound, Sizes
 from upref.proof.values import Known, TooHard, Values
-from upref.proof.varying import (
-    VaryingNumber,
-    answer_types,
-    as_tensors,
-    leave_types,
-)
+from upref.proof.varying import VaryingNumber, as_tensors
 from upref.user_code.guard import NOT_USER_CODE
 
 SHORT = (torch.float32, torch.float16, torch.bfloat16)
@@ -129,6 +124,7 @@ class Trace:
     operators: int = 0
     is_busy: bool = False  # what runs is upref's, not the user's
     is_over: bool = False
+    has_numbers: bool = False  # the code has read one by item() or tolist()
 
     def __post_init__(self) -> None:
         self.constants = Constants(self.sizes)
@@ -610,6 +606,7 @@ def _answer_in_front(
         """Call `read` where the tensor varies, else torch's own method."""
         if trace.is_busy:
             return method(x, *args, **kwargs)
+        trace.has_numbers |= method.__name__ in ("item", "tolist")
         with trace.busy():
             if trace.varies(x):
                 trace.refuse_unknown(x)
@@ -1012,13 +1009,16 @@ def tracing(trace: Trace) -> Iterator[None]:
     ):
         before = sys.gettrace()
         sys.settrace(trace.constants.enter)
-        answer_types()
         try:
             yield
         finally:
             sys.settrace(before)
-            leave_types()
     trace.is_over = True
+    if trace.has_numbers and trace.constants.asks_type and not trace.stopped:
+        trace.stopped = (
+            f"{trace.constants.asks_type} asks the type() of something, where numbers "
+            "are read by item(): use isinstance"
+        )
     trace.constants.conclude()
 
 

@@ -2,13 +2,12 @@
 """The number that `x.item()` gives in a proof: a formula that code takes for a float.
 
 It is no tensor, because a float is none: `isinstance(n, float)` is true of it and
-`isinstance(n, Tensor)` is false, `type(n)` is float, and it is a number of its own, which
-no later write to the tensor changes. A comparison of it is decided, as a branch is. It
-stops the trace where code would read the number itself: by `float(n)`, by `math.exp(n)`,
-or as text.
+`isinstance(n, Tensor)` is false, and it is a number of its own, which no later write to
+the tensor changes. A comparison of it is decided, as a branch is. It stops the trace
+where code would read the number itself: by `float(n)`, by `math.exp(n)`, or as text.
+`type(n)` cannot answer as a float does: the trace ends where code asks it.
 """
 
-import builtins
 import os
 import sys
 from collections.abc import Callable
@@ -19,10 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.proof.sizes import Count, Measure
-
 _HERE = os.path.dirname(__file__) + os.sep
-_TYPE: Any = type  # of Python; `answer_types` puts another one in its place
 
 
 def _is_own(frame: FrameType) -> bool:
@@ -115,7 +111,7 @@ def as_tensors(x: Any) -> Any:
     """
     if isinstance(x, VaryingNumber):
         return x.tensor
-    kind = _TYPE(x)
+    kind = type(x)
     if kind in (list, tuple):
         return kind(map(as_tensors, x))
     if kind is dict:
@@ -203,46 +199,4 @@ for _name in TEXTS:
     setattr(VaryingNumber, f"__{_name}__", _text(f"__{_name}__"))
 
 
-_IN_A_RUN = {Count: int, Measure: float}
-
-
-class _TypeOfTypes(type):
-    """Makes `type(n)` of a number that a proof follows the type that it has in a run."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return the type of one argument, or make a class of several."""
-        if cls is not _Type:
-            return super().__call__(*args, **kwargs)
-        if len(args) != 1:
-            return _TYPE(*args, **kwargs)
-        kind = _TYPE(args[0])
-        is_followed = kind is VaryingNumber or kind in _IN_A_RUN
-        if not is_followed or _is_own(sys._getframe(1)):  # noqa: SLF001
-            return kind
-        return args[0].kind if kind is VaryingNumber else _IN_A_RUN[kind]
-
-    def __instancecheck__(cls, x: Any) -> bool:
-        return isinstance(x, _TYPE) if cls is _Type else super().__instancecheck__(x)
-
-    def __subclasscheck__(cls, x: Any) -> bool:
-        return issubclass(x, _TYPE) if cls is _Type else super().__subclasscheck__(x)
-
-
-class _Type(type, metaclass=_TypeOfTypes):
-    """Stands in for `type` while code is traced."""
-
-    def __class_getitem__(cls, item: Any) -> Any:
-        return _TYPE[item]
-
-
-def answer_types() -> None:
-    """Put a `type` in front of Python's that takes numbers of a proof for Python's."""
-    builtins.type = _Type  # type: ignore[misc]
-
-
-def leave_types() -> None:
-    """Put Python's own `type` back."""
-    builtins.type = _TYPE  # type: ignore[misc]
-
-
-__all__ = ["VaryingNumber", "answer_types", "as_tensors", "leave_types"]
+__all__ = ["VaryingNumber", "as_tensors"]
