@@ -372,6 +372,14 @@ def test_settings_that_were_not_given_are_measured():
     assert proof
 
 
+@pytest.mark.parametrize("eps", [2.0**-23, 1.2345e-6])
+def test_an_eps_of_many_digits_is_measured_whole(eps):
+    def normalized(rewards, group):
+        return by_group(rewards, group, lambda r: normed(r, 1, eps))
+
+    assert prove_advantages(normalized, "group_norm", responses=2)
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [

@@ -4,6 +4,7 @@ reward? A proof, the rewards at which it differs, or why there is neither.
 """
 
 import inspect
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +45,6 @@ NEXT_TO_0 = 1e-3  # of the largest advantage: smaller ones are compared on this 
 NOISE = 1e-9  # of the largest reward: what its rounding may make of an advantage of 0
 TWO_VALUED = ("signed",)  # estimators that read right and wrong alone
 MEASURED = "ddof and eps, where they were not given, are those that its numbers show"
-DIGITS = 3  # of an eps that is measured
 
 
 def prove_advantages(
@@ -89,7 +89,7 @@ def prove_advantages(
         full_hp = _with_defaults(estimator, hp)
         remarks: tuple[str, ...] = ()
         if case.denominator_is_known and settings - hp.keys():
-            eps = float(f"{case.denominator.eps:.{DIGITS}g}")
+            eps = _meant_eps(case.denominator.eps)
             full_hp |= {"ddof": case.denominator.ddof, "eps": eps} | hp
             remarks = (MEASURED,)
 
@@ -101,6 +101,14 @@ def prove_advantages(
         proof = without_state(case.function.fn, compared, first)
     proof = replace(proof, remarks=(*remarks, *proof.remarks))
     return with_changes(proof, changed)
+
+
+def _meant_eps(measured: float) -> float:
+    """Return a measured eps without the rounding of its measurement: of three digits if
+    it is that close, else as it is, such as 2^-23.
+    """
+    short = float(f"{measured:.3g}")
+    return short if math.isclose(short, measured, rel_tol=1e-4) else measured
 
 
 def _with_defaults(estimator: str, hp: dict[str, Any]) -> dict[str, Any]:
