@@ -353,3 +353,14 @@ def test_a_proof_leaves_threads_and_types_as_they_were():
     assert upref.prove(dapo, "dapo", rows=1, columns=1)
     assert before == (threading.Thread.start, ThreadPoolExecutor.submit, type)
     assert traces.torch.utils.dlpack.to_dlpack is TO_DLPACK
+
+
+def bit_of_a_condition(lp, old, A, mask):
+    """True & 2 is 0, so the weight is 1."""
+    is_rare = (old < -40) & 2
+    return dapo(lp, old, A, mask, torch.where(is_rare > 0, 0.5, 1.0))
+
+
+def test_bits_of_a_condition_are_not_its_truth():
+    proof = upref.prove(bit_of_a_condition, "dapo", rows=1, columns=1)
+    assert proof.status == "no proof" and "bits" in proof.reason

@@ -912,7 +912,7 @@ def _logic(o: Operation) -> Tensor:
     """Join two conditions. Bits of integers are joined where they are constants alone."""
     v = o.values
     logical = o.name.startswith("logical")
-    if not logical and o["self"].dtype is not torch.bool:
+    if not logical and not (_is_bool(o["self"]) and _is_bool(o["other"])):
         return _only_constants(o, "computes with bits")
     word = o.name.strip("_").rpartition("_")[2]
 
@@ -921,6 +921,11 @@ def _logic(o: Operation) -> Tensor:
 
     of = {"and": v.both, "or": v.either, "xor": differ}[word]
     return elementwise(of, o.ids("self"), o.ids("other"))
+
+
+def _is_bool(x: Any) -> bool:
+    """Tell whether an argument of an operator is a condition, or several."""
+    return x.dtype is torch.bool if isinstance(x, Tensor) else isinstance(x, bool)
 
 
 @rule("logical_not bitwise_not")
