@@ -731,20 +731,22 @@ def _ways_out_refused(trace: Trace) -> Iterator[None]:
         "submit": "hands work to a thread, where a proof sees no operators",
         "to_dlpack": "hands the memory of a tensor to another library, by to_dlpack()",
     }
-    places: list[tuple[Any, str, str]] = [
+    places: tuple[tuple[Any, str, str], ...] = (
         (threading.Thread, "start", "start"),
         (_thread, "start_new_thread", "start"),
         (ThreadPoolExecutor, "submit", "submit"),
         (torch.utils.dlpack, "to_dlpack", "to_dlpack"),
         (torch._C, "_to_dlpack", "to_dlpack"),
-    ]
-    own = [getattr(owner, name) for owner, name, _ in places]
-    for (owner, name, kind), function in zip(places, own, strict=True):
+    )
+    # a release of torch may lack a private name
+    there = [place for place in places if hasattr(*place[:2])]
+    own = [getattr(owner, name) for owner, name, _ in there]
+    for (owner, name, kind), function in zip(there, own, strict=True):
         setattr(owner, name, _refusal(trace, function, what[kind]))
     try:
         yield
     finally:
-        for (owner, name, _), function in zip(places, own, strict=True):
+        for (owner, name, _), function in zip(there, own, strict=True):
             setattr(owner, name, function)
 
 
