@@ -38,8 +38,8 @@ def text() -> str:
     at_16_later = second_controls.on_fresh_data()
     words = (
         "**In tiny transformers, on stale data, UP beats DAPO at Best@32 (right at least "
-        "once in 32), not on average. Dropping DAPO's upper clip gives about half of that. "
-        f"{language_model.undecided()}** Number puzzles, {len(stale.seeds())} "
+        "once in 32), not on average. Dropping DAPO's upper clip gives about half of "
+        f"that.** Number puzzles, {len(stale.seeds())} "
         f"[seeds](docs/glossary.md#results), [preregistered]({RESULTS}/report.md). "
         "16 [rollouts](docs/glossary.md#a-token-and-its-gradient) stale, "
         "[top-p 0.7](docs/findings.md#the-words): Best@32 "
@@ -48,6 +48,7 @@ def text() -> str:
         f"[rate 3e-4](docs/findings.md#without-a-lag), {shown(at_16_later)} at "
         f"[1e-4]({second_controls.PAGE}). "
         f"{controls.at_equal_average(second_controls.at_one_rate())} "
+        f"**{language_model.undecided()}** "
         "[Evidence](docs/findings.md)."
     )
     count = len(re.sub(r"\]\([^)]*\)", "]", words).split())
