@@ -923,11 +923,6 @@ def _logic(o: Operation) -> Tensor:
     return elementwise(of, o.ids("self"), o.ids("other"))
 
 
-def _is_bool(x: Any) -> bool:
-    """Tell whether an argument of an operator is a condition, or several."""
-    return x.dtype is torch.bool if isinstance(x, Tensor) else isinstance(x, bool)
-
-
 @rule("logical_not bitwise_not")
 def _not(o: Operation) -> Tensor:
     """Negate conditions. Bits of integers are inverted where they are constants alone."""
