@@ -318,10 +318,10 @@ def _run_and_report(
     start = time.perf_counter()
     reference = model if isinstance(model, Model) else TorchModel(model)
     half = half_of(model)
-    half_inside = None
-    case = build_case(
-        reference, goal, rows, without, seed, half is not None, row_options
-    )
+
+    def make_case(coarse: bool) -> StepCase:
+        """Make the rows; coarse ones have no token beside a bound."""
+        return build_case(reference, goal, rows, without, seed, coarse, row_options)
 
     def run(case: StepCase) -> tuple[Gradient, int]:
         """Run the step on the rows of a case; return its gradient and its number of
@@ -329,22 +329,15 @@ def _run_and_report(
         """
         return run_step(step, model, case, learning_rate)
 
+    case = make_case(coarse=half is not None)
     found, passes = run(case)
     bound = _allowed_error(goal, case, half)
-    if (
-        not half
-        and isinstance(model, nn.Module)
-        and compare(goal, case, found, bound).error > bound
-    ):
-        half_inside, has_gradient = half_precision(lambda: run(case))
-        if half_inside and _agrees_with_rounded_rows(goal, case, found, bound):
-            half_inside = None  # it computes in float32, with numbers that were rounded
-        elif half_inside and not has_gradient and world_size() == 1:
-            coarse = build_case(reference, goal, rows, without, seed, True, row_options)
-            if _is_smooth(model, lambda: run(coarse)[0], bound):
-                half_inside = None  # what is in half precision is beside the gradient
+    half_inside = None
+    is_float32 = not half and isinstance(model, nn.Module)
+    if is_float32 and compare(goal, case, found, bound).error > bound:
+        half_inside = _half_inside(model, goal, case, found, bound, run, make_case)
     if half_inside:
-        case = build_case(reference, goal, rows, without, seed, True, row_options)
+        case = make_case(coarse=True)
         found, passes = run(case)
         bound = _allowed_error(goal, case, half_inside)
 
@@ -404,6 +397,38 @@ def _allowed_error(goal: Goal, case: StepCase, half: torch.dtype | None) -> floa
     """
     bound = allowed_error(goal, case, half)
     return bound + case.moved.allowed if case.moved else bound
+
+
+def _half_inside(
+    model: nn.Module,
+    goal: Goal,
+    case: StepCase,
+    found: Gradient,
+    bound: float,
+    run: Callable[[StepCase], tuple[Gradient, int]],
+    make_case: Callable[[bool], StepCase],
+) -> torch.dtype | None:
+    """Return the half precision in which a step of a float32 model computes its gradient;
+    None where it computes it in float32. A step may round numbers of its rows, or use
+    half precision beside the gradient, as for a metric: then its rounding explains no
+    error.
+
+    Args:
+        model: what the step trains.
+        goal: what the step is meant to maximize.
+        case: the rows, on which the gradient is off.
+        found: the gradient of the step.
+        bound: the relative error that rounding may make in float32.
+        run: runs the step on the rows of a case.
+        make_case: makes rows, from whether they have no token beside a bound.
+    """
+    dtype, has_gradient = half_precision(lambda: run(case))
+    if dtype is None or _agrees_with_rounded_rows(goal, case, found, bound):
+        return None
+    if has_gradient or world_size() > 1:
+        return dtype
+    coarse = make_case(True)
+    return None if _is_smooth(model, lambda: run(coarse)[0], bound) else dtype
 
 
 OTHER_GROUPS = (0, 1, 2, 0, 2, 0, 2, 1)  # of the eight rows: no group is a run of rows
@@ -688,8 +713,10 @@ def report_step(
         findings.append(
             note(
                 "gradient",
-                f"tokens are counted per group, not over the whole step (groups of the rows: {groups})",
-                cause="micro-batches of these groups, each with its own mean, have the same gradient",
+                "tokens are counted per group, not over the whole step (groups of the "
+                f"rows: {groups})",
+                cause="micro-batches of these groups, each with its own mean, have the "
+                "same gradient",
             )
         )
     is_wrong = not comparison.error <= bound or wrong_parameters(

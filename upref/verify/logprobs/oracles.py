@@ -659,9 +659,8 @@ def dtypes(case: KernelCase) -> Iterator[Finding]:
                 if dtype != torch.bfloat16:
                     yield note("dtypes", f"refused: {words} ({_shortened(e)})")
                 break
-            if (
-                problem.g_H is None
-            ):  # of large logits: half precision rounds it too much
+            if problem.g_H is None:
+                # of large logits: half precision rounds an entropy too much
                 numbers = {k: v for k, v in outcome.numbers.items() if k != "entropy"}
                 outcome = replace(outcome, numbers=numbers)
             findings = case.compare(
