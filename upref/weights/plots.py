@@ -203,21 +203,7 @@ def _cap_square(
             mu, p, dead, levels=[0.5, 1.5], colors=DEAD[:1], hatches=["////"]
         )
         grey.set(edgecolor=DEAD[1], linewidth=0)
-    down = panel.adv < 0
-    regions = {
-        "Upper Clip": panel.adv > 0,
-        "Lower Clip": down & (p < mu),
-        "Dual Clip": down & (p > mu),
-    }
-    for label, region in regions.items():
-        if place := _place_for_label(dead & region):
-            box = {
-                "boxstyle": "round,pad=0.25",
-                "facecolor": "white",
-                "edgecolor": "none",
-                "alpha": 0.9,
-            }
-            ax.text(*place, label, ha="center", va="center", fontsize=9, bbox=box)
+    _name_regions_without_cap(ax, dead, panel.adv, p > mu)
     if ax.get_subplotspec().is_first_col():
         ax.text(
             0.6,
@@ -248,6 +234,33 @@ def _cap_square(
         color="#555555",
     )
     return image
+
+
+def _name_regions_without_cap(
+    ax: Any, dead: np.ndarray, adv: float, is_above: np.ndarray
+) -> None:
+    """Write the name of its clip on each region in which the Cap is 0.
+
+    Args:
+        ax: matplotlib's axes.
+        dead: [n, n], the cells whose Cap is 0.
+        adv: the advantage.
+        is_above: [n, n], the cells with pi > mu.
+    """
+    regions = {
+        "Upper Clip": np.full_like(dead, adv > 0),
+        "Lower Clip": ~is_above & (adv < 0),
+        "Dual Clip": is_above & (adv < 0),
+    }
+    box = {
+        "boxstyle": "round,pad=0.25",
+        "facecolor": "white",
+        "edgecolor": "none",
+        "alpha": 0.9,
+    }
+    for label, region in regions.items():
+        if place := _place_for_label(dead & region):
+            ax.text(*place, label, ha="center", va="center", fontsize=9, bbox=box)
 
 
 def _place_for_label(
