@@ -1253,7 +1253,7 @@ def _padding_logits(forward: Forward, longer: list[Row]) -> Iterator[list[Tensor
     """
     logits = forward.model.logits
     yield [logits(row.ids) for row in longer]
-    with suppress(TypeError, ValueError, RuntimeError, IndexError, NotImplementedError):
+    with suppress(TypeError, ValueError, RuntimeError, IndexError):
         masked = []
         for row, ids in zip(longer, forward.ids, strict=True):
             mask = torch.arange(len(row.ids))[None] < len(ids)

@@ -927,7 +927,6 @@ def run_variants(
             RuntimeError,
             IndexError,
             InputError,
-            NotImplementedError,
         ):
             # its forward takes no positions or mask, has too few positions, or returns
             # no cache

@@ -380,7 +380,7 @@ class TorchModel(Model):
             if _device(copied).type in WITHOUT_FLOAT64:
                 copied = copied.cpu()
             self.net = copied.double().eval()
-        except (RuntimeError, TypeError, NotImplementedError) as e:
+        except (RuntimeError, TypeError) as e:
             raise InputError(
                 f"the model cannot be copied ({type(e).__name__}: {str(e)[:120]}): "
                 "pass the plain module, before FSDP or a trainer wraps it."
@@ -576,7 +576,7 @@ class TorchModel(Model):
                         allow_unused=True,
                         is_grads_batched=True,
                     )
-            except (RuntimeError, NotImplementedError):
+            except RuntimeError:
                 # an operation that cannot be batched
                 yield from super().pull_each(z, chunk, ids)
                 continue
