@@ -36,11 +36,9 @@ FAMILIES = {"s4": "stale", "s0": "fresh"}  # the family of each group
 
 def text() -> str:
     """Return the registered answer, and the effects as tables."""
-    registered, effects, progress = _load()
-    every = [e for of_family in effects.values() for e in of_family]
-    verdict = answer(registered, every)
+    _, effects, progress = _load()
     parts = [
-        f"{progress} The registered answer: **{ANSWERS[verdict]}**.",
+        f"{progress} The registered answer: **{ANSWERS[_answer()]}**.",
         _spread(effects),
         _entropy(effects["entropy"]),
     ]
@@ -58,15 +56,20 @@ def text() -> str:
 
 def undecided() -> str:
     """Return README's sentence on the experiment, which leaves the question open."""
-    registered, effects, _ = _load()
-    every = [e for of_family in effects.values() for e in of_family]
-    assert answer(registered, every) == "undecided"
+    _, effects, _ = _load()
+    assert _answer() == "undecided"
     _assert_undecided(effects)
     assert len(_seeds()) == 6
     return (
         "One language model (SmolLM2-135M, sums, six seeds, unsearched rate): "
         "[undecided](docs/findings.md#a-language-model)."
     )
+
+
+def _answer() -> str:
+    """Return the registered answer, which follows from the effects."""
+    registered, effects, _ = _load()
+    return answer(registered, [e for family in effects.values() for e in family])
 
 
 def _assert_undecided(effects: dict[str, list[Effect]]) -> None:
